@@ -58,9 +58,6 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer; by task if not given.")
     ] = None,
-    meteor_jar: Annotated[
-        Path | None, typer.Option(help="meteor-1.5.jar with its data folder: adds METEOR to captioning; needs Java.")
-    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     num_beams: Annotated[
         int, typer.Option(min=1, help="Beam search with so many beams, for tasks that generate; needs a checkpoint.")
@@ -134,7 +131,7 @@ def evaluate(
             check_training_data(training_data)
         config = evaluation_config(
             tasks, data, out, limits=limit or [], images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
-            num_beams=num_beams, seed=seed, concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
+            num_beams=num_beams, seed=seed, concurrency=concurrency, name=name or _name(str(adapter or model)),
         )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_target, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)

@@ -21,14 +21,12 @@ import numpy as np
 from saccade import __version__
 from saccade.errors import ConfigError, DataError, RequestError
 from saccade.evaluate.example import Example, fingerprint, image_key, select_examples, shuffle_images
-from saccade.evaluate.metrics.meteor import check_meteor
 from saccade.evaluate.model import Decoding, Model
 from saccade.evaluate.readers import DataSpec, read_examples
 from saccade.evaluate.readers.detect import kind_of
 from saccade.evaluate.results import RecordWriter, Results
 from saccade.evaluate.statistics import Metric, bootstrap
 from saccade.evaluate.tasks import task_named
-from saccade.evaluate.tasks.captioning import add_meteor
 from saccade.evaluate.tasks.task import Asking, Record, Task
 
 logger = logging.getLogger(__name__)
@@ -76,8 +74,6 @@ class EvaluationConfig:
     """Exchange the images between examples: what the model scores without looking."""
     concurrency: int = 64
     """Examples that are asked at once."""
-    meteor_jar: Path | None = None
-    """meteor-1.5.jar with its data folder, for METEOR of captions; None: without."""
 
     def __post_init__(self) -> None:
         names = [task.task for task in self.tasks]
@@ -106,8 +102,6 @@ class PreparedTask:
 
 def evaluate(model: Model, config: EvaluationConfig, *, on_progress: OnProgress | None = None) -> Results:
     """Ask the model about all examples of all tasks, and score its answers. Resumes from the results folder."""
-    if config.meteor_jar is not None:
-        check_meteor(config.meteor_jar)
     prepared = [prepare_task(task, config) for task in config.tasks]
     for one in prepared:
         _check_abilities(one, model)
@@ -116,8 +110,6 @@ def evaluate(model: Model, config: EvaluationConfig, *, on_progress: OnProgress 
     scores = results.scores.get("tasks", {})
     for one in prepared:
         num_asked = _ask_missing(one, model, results, config.concurrency, on_progress)
-        if config.meteor_jar is not None and one.name == "captioning":
-            results.replace_records(one.name, add_meteor(results.records(one.name), config.meteor_jar))
         kept = {} if num_asked else {key: scores[one.name][key] for key in _ADDED if key in scores.get(one.name, {})}
         scores[one.name] = score_task(one, results, config.seed) | kept
     results.write_scores({**results.scores, "tasks": scores})

@@ -9,18 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from saccade.errors import ConfigError
 from saccade.evaluate.metrics.bleu import bleu, bleu_counts
 from saccade.evaluate.metrics.caption_tokenizer import tokenize_caption
 from saccade.evaluate.metrics.choice import chosen
 from saccade.evaluate.metrics.cider import cider_d
-from saccade.evaluate.metrics.meteor import check_meteor, meteor
 from saccade.evaluate.metrics.rouge import rouge_l
 from saccade.evaluate.metrics.text_match import anls, edit_distance, exact_match, relaxed_accuracy
 from saccade.evaluate.metrics.vqa_accuracy import normalize_answer, vqa_accuracy
 from saccade.evaluate.metrics.yes_no import is_yes
 from saccade.evaluate.tasks import TASKS
-from saccade.evaluate.tasks.captioning import add_meteor
 
 RECORDED = json.loads(Path(__file__).with_name("captions.json").read_text())
 """Our own captions; tokens and scores are what pycocoevalcap 1.2 gives for them, with its Java tokenizer."""
@@ -76,46 +73,6 @@ def test_real_captions_have_the_tokens_of_the_published_tokenizer(flickr8k):
     expected = tokenizer.tokenize({number: [{"caption": text}] for number, text in enumerate(texts)})
     wrong = [text for number, text in enumerate(texts) if tokenize_caption(text) != expected[number][0].split()]
     assert wrong == []
-
-
-def test_meteor_equals_the_published_program(tmp_path):
-    """Alignments are the program's own; the scores are computed from them here, for one caption and for the set."""
-    module = pytest.importorskip("pycocoevalcap.meteor.meteor")
-    if shutil.which("java") is None:
-        pytest.skip("METEOR needs Java")
-    texts = [(image["caption"], image["references"]) for image in RECORDED["images"]]
-    texts.append(("A dog runs fast.", ["a dog runs fast", "something else"]))  # perfect
-    records = add_meteor([{"answer": caption, "references": references} for caption, references in texts], Path(module.__file__).with_name("meteor-1.5.jar"))  # fmt: skip
-    metric = TASKS["captioning"].score(records)["meteor"]
-    theirs = module.Meteor()
-    captions = {number: [" ".join(tokenize_caption(caption))] for number, (caption, _) in enumerate(texts)}
-    references = {number: [" ".join(tokenize_caption(text)) for text in of] for number, (_, of) in enumerate(texts)}
-    total, each = theirs.compute_score(references, captions)
-    assert metric.value == pytest.approx(total, abs=1e-6)
-    assert metric.values == pytest.approx(each, abs=1e-6)
-    for pipe in (theirs.meteor_p.stdin, theirs.meteor_p.stdout, theirs.meteor_p.stderr):
-        pipe.close()
-    theirs.meteor_p.kill()
-    theirs.meteor_p.wait()
-
-
-def test_meteor_of_recorded_counts_is_that_of_the_published_program():
-    """Two captions of `captions.json`, what the program counts for them, and the scores it gives."""
-    counts = np.array(
-        [
-            [8, 9, 2, 3, 3, 3, 2, 2, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 4, 6, 6],
-            [8, 6, 2, 1, 5, 5, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 6, 6],
-        ],
-        dtype=float,
-    )
-    assert meteor(counts) == pytest.approx([0.28711042645980384, 0.559714437336918], abs=1e-9)
-    assert float(meteor(counts.sum(axis=0))) == pytest.approx(0.38967600275454645, abs=1e-9)
-    assert float(meteor(np.zeros(23))) == 0.0
-
-
-def test_a_missing_meteor_is_refused_before_anything_is_asked(tmp_path):
-    with pytest.raises(ConfigError, match="METEOR needs"):
-        check_meteor(tmp_path / "meteor-1.5.jar")
 
 
 def test_a_caption_equal_to_a_reference_has_a_bleu_of_one():

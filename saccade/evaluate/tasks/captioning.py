@@ -1,10 +1,9 @@
-"""Captioning: describe the image; CIDEr-D, BLEU-1 to BLEU-4, ROUGE-L and METEOR against the captions people wrote."""
+"""Captioning: describe the image; CIDEr-D, BLEU-1 to BLEU-4 and ROUGE-L against the captions people wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,10 @@ from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.bleu import MAX_N, bleu, bleu_counts
 from saccade.evaluate.metrics.caption_tokenizer import tokenize_caption
 from saccade.evaluate.metrics.cider import cider_d
-from saccade.evaluate.metrics.meteor import meteor, meteor_counts
 from saccade.evaluate.metrics.rouge import rouge_l
 from saccade.evaluate.model import Model
 from saccade.evaluate.statistics import Metric, mean_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
-
-
-def add_meteor(records: Sequence[Record], jar: Path) -> list[dict[str, Any]]:
-    """The records with what METEOR counts for them, from which it is scored."""
-    captions = [tokenize_caption(answer_of(record)) for record in records]
-    references = [[tokenize_caption(text) for text in record["references"]] for record in records]
-    counted = zip(records, meteor_counts(captions, references, jar), strict=True)
-    return [{**record, "meteor_counts": counts} for record, counts in counted]
 
 
 class Captioning(Task):
@@ -52,9 +42,6 @@ class Captioning(Task):
             "cider": mean_metric(cider_d(captions, references)),
             "rouge_l": mean_metric([rouge_l(*pair) for pair in zip(captions, references, strict=True)]),
         }
-        if all("meteor_counts" in record for record in records):
-            matched = np.array([record["meteor_counts"] for record in records])
-            scores["meteor"] = Metric(matched, meteor, values=meteor(matched))
         return scores | {
             f"bleu_{n}": Metric(counts, partial(bleu, n=n), values=bleu(counts, n)) for n in range(1, MAX_N + 1)
         }
