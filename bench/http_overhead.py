@@ -19,7 +19,9 @@ from typing import Any
 
 from bench.serve import make_checkpoint
 from bench.server_process import ServerProcess
-from saccade.serve.load.loops import Load, Workload, run
+from saccade.serve.load.loops import run
+from saccade.serve.load.summary import Load
+from saccade.serve.load.workload import Workload
 
 SIDE, NUM_OUTPUT = 672, 128
 NUM_SINGLE = 24

@@ -29,13 +29,15 @@ from PIL import Image
 
 from bench.serve import process_age, run_with_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.serve.load.plot import plot
+from saccade.serve.load.summary import plot_latency
 
 SIZES = (
     (224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672), (1288, 952), (301, 517),
 )  # fmt: skip
 """Height and width of images in pixels."""
 NUM_PREFIX = 40
+LATENCIES, LEVELS = (("TTFT", "ttft_ms"), ("gap", "gap_ms")), ("p50", "p99")
+"""What the plot shows."""
 FIRST_S = 15.0
 """Whose requests are also reported apart."""
 
@@ -188,7 +190,11 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     if options.plot:
-        plot([row | {"load": row["arrivals_per_s"]} for row in rows[not options.once :]], options.plot)
+        latencies = [
+            (row["arrivals_per_s"], {f"{name} {level}": row[key][level] for name, key in LATENCIES for level in LEVELS})
+            for row in rows[not options.once :]
+        ]
+        plot_latency(latencies, options.plot, "latency over arrivals per second")
 
 
 if __name__ == "__main__":

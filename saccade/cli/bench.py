@@ -213,13 +213,15 @@ def _load_server(
     from aiohttp import ClientError
 
     from saccade.serve.load import loops
+    from saccade.serve.load.summary import Load, plot_results, result_block
+    from saccade.serve.load.workload import Workload
 
-    show = (lambda result: None) if as_json else (lambda result: typer.echo(loops.result_block(result)))
+    show = (lambda result: None) if as_json else (lambda result: typer.echo(result_block(result)))
     try:
         results = loops.run(
             url.rstrip("/"),
-            [loops.Load(**load) for load in loads],
-            loops.Workload(**workload),
+            [Load(**load) for load in loads],
+            Workload(**workload),
             model=model,
             api_key=api_key,
             num_processes=num_processes,
@@ -230,7 +232,7 @@ def _load_server(
             f"{url}: no server with OpenAI's API answers there ({type(error).__name__}). Start one: saccade serve CHECKPOINT"
         ) from error
     if plot is not None:
-        loops.plot_results(results, plot)
+        plot_results(results, plot)
     if as_json:
         typer.echo(json.dumps(results))
 

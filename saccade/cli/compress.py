@@ -126,7 +126,9 @@ def compress(
         scored = [_scores(*one, device) for one in zip(folders, evaluations, strict=True)]
         rows = [replace(row, scores=scores) for row, scores in zip(rows, scored, strict=True)]
     if efficiency:
-        rows = [replace(row, speed=_speed(one, device, seed)) for one, row in zip(folders, rows, strict=True)]
+        from saccade.cli.joins.speed import measure_speed
+
+        rows = [replace(row, speed=measure_speed(one, device, seed)) for one, row in zip(folders, rows, strict=True)]
     verdict = _verdict(out, fidelity, bound, is_picked=scheme is None)
     page = write_report(out, report, chosen, rows, choice=choice, verdict=verdict)
     if as_json:
@@ -291,14 +293,3 @@ _SHOWN = (
     "relaxed_accuracy",
     "f1",
 )
-
-
-def _speed(folder: Path, device: str, seed: int) -> dict[str, float]:
-    """Latency and throughput of a checkpoint under the load of `saccade evaluate --efficiency`."""
-    from saccade.cli.joins.engine_model import EngineModel
-    from saccade.evaluate.efficiency import Load, measure_efficiency
-
-    with EngineModel(folder, device=device) as model:
-        found = measure_efficiency(model, Load(seed=seed))
-    medians = {name: found[name]["p50"] for name in ("ttft_ms", "tpot_ms") if found[name]}
-    return medians | {"output_tokens_per_s": found["output_tokens_per_s"]}

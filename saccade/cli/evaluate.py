@@ -13,7 +13,6 @@ from saccade.cli.progress import task_progress
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from saccade.evaluate.model import Model
     from saccade.evaluate.results import Results
     from saccade.evaluate.run import EvaluationConfig
 
@@ -74,14 +73,6 @@ def evaluate(
     contamination: Annotated[
         bool, typer.Option(help="Look for the images in the training data of the checkpoint's run.")
     ] = True,
-    efficiency: Annotated[
-        bool, typer.Option("--efficiency", help="Also measure latency, throughput and memory.")
-    ] = False,
-    load_requests: Annotated[int, typer.Option(min=1, help="With --efficiency: requests.")] = 32,
-    load_concurrency: Annotated[int, typer.Option(min=1, help="With --efficiency: requests at once.")] = 8,
-    load_rate: Annotated[float | None, typer.Option(help="With --efficiency: requests per second instead.")] = None,
-    load_image: Annotated[int, typer.Option(min=0, help="With --efficiency: side of the images in pixels.")] = 336,
-    load_output: Annotated[int, typer.Option(min=1, help="With --efficiency: tokens of each answer.")] = 64,
     adapter: Annotated[
         Path | None, typer.Option(help="LoRA adapter folder: evaluate the checkpoint with it, unmerged.")
     ] = None,
@@ -92,20 +83,9 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on tasks, with intervals and a report; compare it with others. Resumes automatically."""
-    from saccade.evaluate.efficiency import Load
     from saccade.evaluate.report import compare_all, terminal_report, to_json, write_reports
     from saccade.evaluate.results import Results
 
-    load = Load(
-        num_requests=load_requests,
-        concurrency=load_concurrency,
-        rate=load_rate,
-        image_side=load_image,
-        num_output_tokens=load_output,
-        seed=seed,
-    )
-    if load != Load(seed=seed) and not efficiency:
-        raise ConfigError("options --load-... set the load of --efficiency, which was not given. Add it")
     if served_model is not None and not any(map(is_url, [model, *(compare or [])])):
         raise ConfigError("--model is the name of a model on a server, but no URL was given. Remove it")
     if num_beams > 1 and (url := next(filter(is_url, [model, *(compare or [])]), None)):
@@ -119,7 +99,7 @@ def evaluate(
 
     if Results.is_results(Path(model)):
         results = [_results_folder(model)]
-        if tasks or data or shuffle_images or efficiency:
+        if tasks or data or shuffle_images:
             raise ConfigError(
                 f"{model} has results already. To evaluate more tasks, give the checkpoint and -o {model}"
             )
@@ -133,7 +113,7 @@ def evaluate(
             tasks, data, out, limits=limit or [], images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
             num_beams=num_beams, seed=seed, concurrency=concurrency, name=name or _name(str(adapter or model)),
         )  # fmt: skip
-        results = _evaluate_all(model, config, compare or [], shuffle_images, open_target, load if efficiency else None)
+        results = _evaluate_all(model, config, compare or [], shuffle_images, open_target)
         _note_contamination(results, model, training_data or [], is_on=contamination)
     _make_names_distinct(results)
     comparisons = compare_all(results, seed=seed)
@@ -154,7 +134,6 @@ def _evaluate_all(
     others: list[str],
     shuffle_images: bool,
     open_target: "Callable[..., Any]",
-    load: Any,
 ) -> "list[Results]":
     """Results of the model, of itself with other images, and of the models it is compared with."""
     from dataclasses import replace
@@ -168,8 +147,6 @@ def _evaluate_all(
     ]
     with open_target(target) as model, task_progress() as advance:
         results = [run_on(model, config, advance)]
-        if load is not None:
-            _measure(model, results[0], load)
         if shuffle_images:
             shuffled = replace(config, out=baselines / SHUFFLED, name=SHUFFLED, shuffle_images=True)
             results.append(run_on(model, shuffled, advance))
@@ -189,18 +166,6 @@ def _make_names_distinct(results: "list[Results]") -> None:
     for one in results:
         if names.count(one.name) > 1:
             one.settings["name"] = str(one.folder)
-
-
-def _measure(model: "Model", results: "Results", load: Any) -> None:
-    """Measure latency and throughput unless the same load was measured before."""
-    from dataclasses import asdict
-
-    from saccade.evaluate.efficiency import measure_efficiency
-
-    scores = results.scores
-    known = scores.get("efficiency", {}).get("load", {})
-    if {key: value for key, value in known.items() if key != "text"} != asdict(load):
-        results.write_scores(scores | {"efficiency": measure_efficiency(model, load)})
 
 
 def _note_contamination(results: "list[Results]", target: str, named: list[str], *, is_on: bool) -> None:

@@ -4,7 +4,7 @@
 
 Start reading at `run.py`. `example.py` and `readers/` define what is asked, `tasks/` how it is asked and scored (published benchmarks too), `metrics/` the scores
 themselves, `model.py` what can be asked. `statistics.py` has the intervals, `comparison.py` the differences between two results,
-`results.py` the results folder, `report.py`, `tables.py` and `page.py` what people read, `efficiency.py` latency and throughput.
+`results.py` the results folder, `report.py`, `tables.py` and `page.py` what people read.
 """
 
 from typing import TYPE_CHECKING

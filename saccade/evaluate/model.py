@@ -7,7 +7,7 @@ with the example; any other error ends the evaluation, which can be resumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class Decoding:
     num_beams: int = 1
     """Beams of beam search; 1: none. Needs temperature 0."""
     ignore_eos: bool = False
-    """Continue to `max_tokens`; for measuring speed."""
+    """Continue to `max_tokens`, after the end of the turn too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,3 @@ class Model(Protocol):
 
     def embed(self, conversation: Conversation) -> list[float]:
         """Embedding of an image or a text."""
-
-    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
-        """Generate, and yield the number of new tokens whenever some arrive."""
-
-    def peak_memory_bytes(self) -> int | None:
-        """Peak memory of the model's device since it was loaded; None if it cannot be known."""

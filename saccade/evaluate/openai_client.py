@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server as a model: `/v1/chat/completions`, streamed or not.
+"""Any OpenAI-compatible server as a model: `/v1/chat/completions`.
 
 Log-likelihoods use two fields that vLLM adds to it, `prompt_logprobs` and `continue_final_message`; how many of the prompt's tokens
 belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings` with `messages`, as vLLM has it
@@ -56,16 +56,12 @@ class OpenAIModel:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connections = _Connections(parts, timeout_s)
-        self._limit_name, self._can_ignore_eos = "max_tokens", True
+        self._limit_name = "max_tokens"
         self.model = model or self._first_model()
 
     def describe(self) -> dict[str, Any]:
         """The URL and the model's name."""
         return {"url": self.url, "model": self.model}
-
-    def peak_memory_bytes(self) -> int | None:
-        """Unknown to a client."""
-        return None
 
     def close(self) -> None:
         """Close the connections."""
@@ -126,35 +122,6 @@ class OpenAIModel:
         vector: list[float] = _field(self._post("/embeddings", body), "data")[0]["embedding"]
         return vector
 
-    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
-        """Yield one for every chunk with text; what the server counts beyond that comes last.
-
-        A server that does not know `ignore_eos` is asked without: answers may then be shorter.
-        """
-        try:
-            yield from self._stream(conversation, decoding)
-        except RequestError as error:
-            if not decoding.ignore_eos or not self._can_ignore_eos or "ignore_eos" not in str(error):
-                raise
-            self._can_ignore_eos = False
-            yield from self._stream(conversation, decoding)
-
-    def _stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
-        body = self._body(conversation, decoding) | {"stream": True, "stream_options": {"include_usage": True}}
-        counted, usage = 0, None
-        with self._respond("POST", "/chat/completions", body) as response:
-            for line in response:
-                data = line.strip().removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
-                    continue
-                chunk = json.loads(data)
-                usage = chunk.get("usage") or usage
-                if any((choice.get("delta") or {}).get("content") for choice in chunk.get("choices") or []):
-                    counted += 1
-                    yield 1
-        if usage and usage.get("completion_tokens", 0) > counted:
-            yield int(usage["completion_tokens"]) - counted
-
     # -------------------------------------------------------------- requests
 
     def _first_model(self) -> str:
@@ -171,7 +138,7 @@ class OpenAIModel:
             "seed": decoding.seed,
             self._limit_name: decoding.max_tokens,
         }
-        return body | ({"ignore_eos": True} if decoding.ignore_eos and self._can_ignore_eos else {})
+        return body | ({"ignore_eos": True} if decoding.ignore_eos else {})
 
     def _complete(self, conversation: Conversation, decoding: Decoding, **options: Any) -> dict[str, Any]:
         try:

@@ -33,7 +33,7 @@ def write_results_page(path: Path, results: Sequence[Results], comparisons: Mapp
     ours = results[0]
     sections = [_warnings(ours), _score_table(results, comparisons)]
     sections += [_task_section(task, results, comparisons) for task in ours.scores.get("tasks", {})]
-    sections += [_efficiency(ours), _settings(results)]
+    sections.append(_settings(results))
     write_page(path, f"Evaluation of {ours.name}", sections)
 
 
@@ -105,29 +105,6 @@ def _charts(
         if len(set(values)) > 2:
             figures.append(histogram(f"{metric} of single examples", values))
     return cards(figures, "charts")
-
-
-def _efficiency(results: Results) -> str:
-    found = results.scores.get("efficiency")
-    if not found:
-        return ""
-    names = ("mean", "p50", "p90", "p95", "p99", "max")
-    labels = {
-        "ttft_ms": "time to first token",
-        "tpot_ms": "time per output token",
-        "inter_token_ms": "between tokens",
-        "e2e_ms": "whole request",
-    }
-    rows = [
-        (f"{label}, ms", *(f"{found[key][name]:.1f}" for name in names))
-        for key, label in labels.items()
-        if found.get(key)
-    ]
-    facts = f"{found['requests_per_s']:.2f} requests/s, {found['output_tokens_per_s']:.1f} output tokens/s"
-    if found.get("peak_memory_bytes"):
-        facts += f", peak memory {found['peak_memory_bytes'] / 2**30:.2f} GiB"
-    load = paragraph(found["load"]["text"], "soft")
-    return f"<h2>Efficiency</h2>{load}{paragraph(facts)}{table(('', *names), rows)}"
 
 
 def _settings(results: Sequence[Results]) -> str:

@@ -47,7 +47,7 @@ def to_json(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -
 
 
 def terminal_report(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> Group:
-    """The score table, changed examples, notes and efficiency, for rich."""
+    """The score table, changed examples and notes, for rich."""
     from rich.console import Group
     from rich.table import Table
 
@@ -83,20 +83,4 @@ def _notes(results: Sequence[Results], comparisons: Mapping[str, Comparison]) ->
             changes = found.changes.get(task, ())
             num_better = sum(change.difference > 0 for change in changes)
             lines.append(f"  against {name}: {num_better:,} examples better, {len(changes) - num_better:,} worse")
-    if efficiency := ours.scores.get("efficiency"):
-        lines += efficiency_lines(efficiency)
     return [*lines, LEGEND] if comparisons else lines
-
-
-def efficiency_lines(found: Mapping[str, Any]) -> list[str]:
-    """Latency and throughput in a few lines."""
-    lines = [f"efficiency: {found['load']['text']}"]
-    lines.append(f"  {found['requests_per_s']:.2f} requests/s, {found['output_tokens_per_s']:.1f} output tokens/s")
-    for key, label in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("inter_token_ms", "gap"), ("e2e_ms", "whole")):
-        if one := found.get(key):
-            lines.append(
-                f"  {label:5} ms  mean {one['mean']:.1f}  p50 {one['p50']:.1f}  p90 {one['p90']:.1f}  p95 {one['p95']:.1f}  p99 {one['p99']:.1f}  max {one['max']:.1f}"
-            )
-    if found.get("peak_memory_bytes"):
-        lines.append(f"  peak memory {found['peak_memory_bytes'] / 2**30:.2f} GiB")
-    return lines

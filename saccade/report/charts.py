@@ -77,6 +77,24 @@ def line_chart(
     show_step: Callable[[float], str] = short_number,
 ) -> Html:
     """Curves over steps, with the last value of each in the legend. `marks` are steps with a name, drawn as lines."""
+    svg = curves_svg(title, curves, marks=marks, show=show, show_step=show_step)
+    legend = ""
+    for number, (name, points) in enumerate(curves.items()):
+        last = escape(show(_thinned(points)[-1][1]))
+        legend += f'<span><i class="{colour_class(number)}"></i>{escape(name.split("/", 1)[-1])} {last}</span>'
+    return figure(title, svg, f"<p>{legend}</p>")
+
+
+def curves_svg(
+    title: str,
+    curves: Mapping[str, Points],
+    *,
+    marks: Sequence[tuple[float, str]] = (),
+    show: Callable[[float], str] = short_number,
+    show_step: Callable[[float], str] = short_number,
+    has_names: bool = False,
+) -> Html:
+    """Curves over steps as SVG without a figure. `has_names` writes the name of each curve above them."""
     curves = {name: _thinned(points) for name, points in curves.items()}
     width, height, left, right, top, bottom = 520, 210, 58, 508, 12, 184
     steps = [step for points in curves.values() for step, _ in points]
@@ -97,7 +115,6 @@ def line_chart(
         if x_low < step < x_high:
             line = f'<line class="mark" x1="{x(step)}" x2="{x(step)}" y1="{top}" y2="{bottom}">'
             parts.append(f"{line}<title>{escape(name)}</title></line>")
-    legend = ""
     for number, (name, points) in enumerate(curves.items()):
         kind, last = colour_class(number), points[-1]
         shape, where = "circle", f'cx="{x(last[0])}" cy="{y(last[1])}" r="2.5"'
@@ -105,8 +122,18 @@ def line_chart(
             coordinates = " ".join(f"{x(step)},{y(value)}" for step, value in points)
             shape, where = "polyline", f'points="{coordinates}"'
         parts.append(f'<{shape} class="{kind}" {where}><title>{escape(name)}</title></{shape}>')
-        legend += f'<span><i class="{kind}"></i>{escape(name.split("/", 1)[-1])} {escape(show(last[1]))}</span>'
-    return figure(title, _svg(title, width, height, parts), f"<p>{legend}</p>")
+    if has_names:
+        parts += _names(left, list(curves))
+    return _svg(title, width, height, parts)
+
+
+def _names(left: float, names: Sequence[str]) -> list[str]:
+    """A legend in the picture: colours and names in one line."""
+    parts = []
+    for number, name in enumerate(names):
+        parts += [_bar(left + 110 * number, 2, 10, 10, colour_class(number))]
+        parts += [_label("", left + 14 + 110 * number, 12, name)]
+    return parts
 
 
 def _thinned(points: Points) -> Points:
@@ -231,9 +258,7 @@ def log_bar_chart(title: str, bars: Sequence[LogBar], legend: Sequence[str]) -> 
     for tick in range(low, high + 1):
         parts += [_grid(x(10.0**tick), x(10.0**tick), 18, height - 22)]
         parts += [_label("tick", x(10.0**tick), height - 8, f"1e{tick}")]
-    for number, name in enumerate(legend):
-        parts += [_bar(left + 150 * number, 2, 10, 10, colour_class(number))]
-        parts += [_label("", left + 14 + 150 * number, 12, name)]
+    parts += _names(left, legend)
     for number, bar in enumerate(bars):
         y, tooltip = 20 + row_height * number, f"<title>{escape(bar.tooltip)}</title>"
         parts += [_label("label", left - 6, y + 10, bar.label)]

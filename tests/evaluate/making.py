@@ -107,13 +107,6 @@ class ColourModel:
         colour = self._see(conversation) or next((c for c in COLOURS if c in self._text(conversation).split()), None)
         return [float(colour == name) + 0.1 for name in COLOURS]
 
-    def stream(self, conversation, decoding):
-        for _ in range(decoding.max_tokens):
-            yield 1
-
-    def peak_memory_bytes(self):
-        return None
-
 
 def decoded(message):
     """A message of OpenAI's API with its images as bytes."""
@@ -129,9 +122,9 @@ def decoded(message):
 
 
 @contextmanager
-def served(model, *, responses=(), scores=True, unknown=(), delay_s=0.0, key=None):
-    """A real HTTP server on loopback that asks a model; the first requests get `responses` (status, headers) instead,
-    and fields in `unknown` are refused.
+def served(model, *, responses=(), scores=True, delay_s=0.0, key=None):
+    """A real HTTP server on loopback that asks a model; the first requests get `responses` (status, headers)
+    instead.
 
     Yields its URL and the list of requests it got.
     """
@@ -158,9 +151,7 @@ def served(model, *, responses=(), scores=True, unknown=(), delay_s=0.0, key=Non
                 requests.append(body)
                 early = waiting.pop(0) if waiting else None
             time.sleep(delay_s)
-            if surplus := [name for name in unknown if name in body]:
-                self._send(400, {"error": {"message": f"{surplus[0]} is not a field of this request"}})
-            elif early is not None:
+            if early is not None:
                 self._send(early[0], {"error": {"message": f"status {early[0]}"}}, early[1])
             else:
                 self._answer(body)
@@ -184,9 +175,6 @@ def served(model, *, responses=(), scores=True, unknown=(), delay_s=0.0, key=Non
                     200, {"prompt_logprobs": [None] * 20 + tokens, "choices": [], "usage": {"prompt_tokens": 20}}
                 )
                 return
-            if body.get("stream"):
-                self._stream(model.stream(messages, decoding))
-                return
             try:
                 answer = model.generate(messages, decoding)
             except RequestError as error:
@@ -195,19 +183,6 @@ def served(model, *, responses=(), scores=True, unknown=(), delay_s=0.0, key=Non
             choice = {"message": {"role": "assistant", "content": answer.text}, "finish_reason": answer.finish_reason}
             usage = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
             self._send(200, {"choices": [choice], "usage": usage})
-
-        def _stream(self, tokens):
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            total = 0
-            for count in tokens:
-                total += count
-                chunk = {"choices": [{"delta": {"content": "x"}}]}
-                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-            usage = {"choices": [], "usage": {"completion_tokens": total}}
-            self.wfile.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
 
         def _send(self, status, content, headers=()):
             data = json.dumps(content).encode()

@@ -22,7 +22,7 @@ def walls(tmp_path):
     return write_shards(tmp_path / "walls", 12)
 
 
-def test_a_checkpoint_is_evaluated_beside_itself_with_other_images(command, checkpoint, shards, tmp_path):
+def test_a_checkpoint_is_compared_with_itself_on_other_images(command, checkpoint, shards, tmp_path):
     words = [
         "evaluate",
         checkpoint,
@@ -35,17 +35,7 @@ def test_a_checkpoint_is_evaluated_beside_itself_with_other_images(command, chec
         "--max-tokens",
         4,
     ]
-    words += [
-        "--shuffle-images",
-        "--efficiency",
-        "--load-requests",
-        2,
-        "--load-output",
-        3,
-        "--load-image",
-        56,
-        "--json",
-    ]
+    words += ["--shuffle-images", "--json"]
     ended = command(*words)
     assert ended.status == 0, ended.err
     content = json.loads(ended.out)
@@ -53,7 +43,6 @@ def test_a_checkpoint_is_evaluated_beside_itself_with_other_images(command, chec
     scores = content["results"]["tiny"]["tasks"]
     assert scores["vqa"]["num_examples"] == 12
     assert scores["perplexity"]["metrics"]["perplexity"]["value"] > 1
-    assert content["results"]["tiny"]["efficiency"]["num_output_tokens"] == 6
     assert {metric["metric"] for metric in content["comparisons"]["image-shuffled"]["metrics"]} >= {
         "vqa_accuracy",
         "perplexity",
@@ -79,7 +68,7 @@ def test_a_url_is_evaluated_and_two_results_are_compared(command, walls, tmp_pat
 
 
 def test_a_limit_may_be_of_one_task_and_progress_is_logged_without_a_terminal(command, tmp_path, monkeypatch):
-    monkeypatch.setattr("saccade.cli.evaluate._LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("saccade.cli.progress._LOG_EVERY_S", 0.0)
     walls = write_shards(tmp_path / "walls", 12, questions=False)
     words = ["--tasks", "captioning,retrieval,perplexity", "--data", walls, "-o", tmp_path / "out", "--name", "walls"]
     with served(ColourModel()) as (url, _):
@@ -192,7 +181,6 @@ def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
         (["--tasks", "vqa", "--data", "nowhere", "-o", "y"], "no such file or folder. Check --data"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--training-data", "nowhere"], "nowhere"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--model", "served"], "no URL was given"),
-        (["--tasks", "vqa", "--data", "x", "-o", "y", "--load-rate", "2"], "--efficiency, which was not given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "--adapter nowhere: no such folder"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "pope=3"], "--limit pope=3: write N, or TASK=N"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "0"], "--limit 0: write N"),

@@ -10,10 +10,10 @@ from engine.making_adapters import write_adapters
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.cli.joins.engine_model import EngineModel
+from saccade.cli.joins.speed import measure_speed
 from saccade.data.toy import toy_sample
 from saccade.engine import Engine
 from saccade.errors import CheckpointError, RequestError
-from saccade.evaluate.efficiency import Load, measure_efficiency
 from saccade.evaluate.model import Decoding
 from saccade.model import generate, load_model
 from saccade.processor import Processor
@@ -87,12 +87,10 @@ def test_a_refused_image_is_an_error_of_the_request(model):
         model.embed(broken)
 
 
-def test_efficiency_times_the_engine(model):
-    load = Load(num_requests=3, concurrency=2, image_side=56, num_words=3, num_output_tokens=48, num_warmup=1)
-    found = measure_efficiency(model, load)
-    assert found["num_output_tokens"] == 3 * 48
-    assert found["tpot_ms"]["p50"] > 0
-    assert found["peak_memory_bytes"] > 2**20
+def test_the_speed_of_a_checkpoint_is_measured_alone_and_at_once(checkpoint):
+    found = measure_speed(checkpoint, "cpu", 0, num_alone=2, num_at_once=3)
+    assert all(value > 0 for value in found.values())
+    assert found["output_tokens_per_s"] < 3e3 / found["tpot_ms"], "three at once"
 
 
 def test_a_checkpoint_is_recognized_by_its_weights_and_loaded_when_it_is_asked(checkpoint, tmp_path):

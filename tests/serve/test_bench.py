@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from saccade.serve.load.client import Outcome, open_session, stream_chat
-from saccade.serve.load.loops import Load, Workload, result_block, summarize
+from saccade.serve.load.summary import Load, result_block, summarize
+from saccade.serve.load.workload import Workload
 
 
 def run(command, *words):

@@ -29,7 +29,8 @@ import numpy as np
 from stress.tiny_server import find, holdings, is_alive, kill, pids_of, tiny_server
 
 from saccade.serve.load.client import Outcome, open_session, read_events
-from saccade.serve.load.loops import data_url, run_loop
+from saccade.serve.load.loops import run_loop
+from saccade.serve.load.workload import data_url
 
 OPTIONS = (
     "--max-model-len", "400", "--set", "engine.num_workers=2", "--set", "engine.num_pages=1000",

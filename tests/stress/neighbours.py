@@ -28,7 +28,8 @@ from serve.hostile_client import send
 from stress.tiny_server import tiny_server
 
 from saccade.serve.load.client import open_session
-from saccade.serve.load.loops import Workload, run_loop
+from saccade.serve.load.loops import run_loop
+from saccade.serve.load.workload import Workload
 
 MAX_HEALTH_MS = 100.0
 MAX_RATIO = 2.0

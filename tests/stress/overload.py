@@ -20,7 +20,8 @@ import numpy as np
 from bench.serve_cpu import make_checkpoint
 from bench.server_process import ServerProcess
 from saccade.serve.load.client import find_model, open_session
-from saccade.serve.load.loops import Workload, closed_loop, open_loop
+from saccade.serve.load.loops import closed_loop, open_loop
+from saccade.serve.load.workload import Workload
 
 NUM_SLOTS, NUM_QUEUED = 4, 4
 OPTIONS = ["--device", "cpu", "--max-model-len", 1024, "--max-requests", NUM_SLOTS, "--max-queued", NUM_QUEUED]

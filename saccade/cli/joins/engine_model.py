@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -153,37 +152,6 @@ class EngineModel:
     def embed(self, conversation: Conversation) -> list[float]:
         """Refuse: a generative checkpoint has no embeddings."""
         raise RequestError("a generative checkpoint has no embeddings. Use the task retrieval, by likelihood")
-
-    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
-        """Yield the number of new tokens of every delta."""
-        deltas: queue.SimpleQueue[CompletionDelta] = queue.SimpleQueue()
-        token_ids = self._engine.processor.tokenize(conversation, add_generation_prompt=True)
-        images, sampling = _images(conversation), _sampling(decoding)
-        prompt = self._engine.preprocess_tokens(token_ids, images)
-        request_id = self._engine.submit(prompt, sampling, deltas.put, options=self._options)
-        try:
-            while True:
-                delta = deltas.get()
-                if delta.token_ids:
-                    yield len(delta.token_ids)
-                if delta.completion is not None:
-                    _check(delta.completion)
-                    return
-        finally:
-            self._engine.cancel(request_id)
-
-    def peak_memory_bytes(self) -> int | None:
-        """Peak memory of the GPU since the engine was loaded; on a CPU, of this process."""
-        import resource
-
-        import torch
-
-        from saccade.device import resolve_device
-
-        device = resolve_device(self._device)
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
         """Stop the engine, if it was loaded."""
