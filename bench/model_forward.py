@@ -1,9 +1,11 @@
-"""Forward of the 3B shape on a GPU: 16 conversations, each one 672 x 672 image (576 tokens) and 478 text tokens, in one packed row.
+"""Forward of the 3B shape on a GPU: 16 conversations, each one 672 x 672 image (576 tokens) and 478 text tokens, in one
+packed row.
 
     python bench/model_forward.py [--size 3b] [--json]
 
-Checks first (a small model in bf16 on the GPU against fp32 on the CPU), then times: median of 10 forwards after 3 warm-ups.
-MFU counts the matmuls of tower, merger, decoder and head, and attention (causal half, tower windows of 64 keys).
+Checks first (a small model in bf16 on the GPU against fp32 on the CPU), then times: median of 10 forwards after 3
+warm-ups. MFU counts the matmuls of tower, merger, decoder and head, and attention (causal half, tower windows of 64
+keys).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A step of AdamW over all tensors of the 3B shape, beside torch's fused step; `--tune` sweeps the launch settings.
 
-Ours: bf16 gradients and parameters with fp32 masters, 28 bytes a parameter (16 with 8-bit moments). torch's: everything fp32, 28.
-The host rows are the time Python needs to queue a step, per tensor.
+Ours: bf16 gradients and parameters with fp32 masters, 28 bytes a parameter (16 with 8-bit moments). torch's: everything
+fp32, 28. The host rows are the time Python needs to queue a step, per tensor.
 """
 
 import time

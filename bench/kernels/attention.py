@@ -1,7 +1,7 @@
 """Packed attention at the shapes of the anchors: every path that can serve a shape, forward and backward.
 
-FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times that backward, the causal half counted once.
-Vision windows are bound by memory and reported so: 4 tensors of q's size pass in forward, 7 in backward.
+FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times that backward, the causal half
+counted once. Vision windows are bound by memory and reported so: 4 tensors of q's size pass in forward, 7 in backward.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Paged decode and prompt chunks at the sizes of the anchors, beside SDPA on a contiguous cache and FlashInfer.
 
-Decode is timed as it runs in serving: replayed from a CUDA graph, every call on another layer's cache, so that nothing is found
-in L2 that a real step would not find there. Bytes are those of the keys and values alone.
+Decode is timed as it runs in serving: replayed from a CUDA graph, every call on another layer's cache, so that nothing
+is found in L2 that a real step would not find there. Bytes are those of the keys and values alone.
 """
 
 import functools

@@ -1,11 +1,14 @@
-"""Linear layers for few tokens at the shapes of a 3B model, with norm and activation fused, beside the same layers in parts.
+"""Linear layers for few tokens at the shapes of a 3B model, with norm and activation fused, beside the same layers in
+parts.
 
-Timed as CUDA-graph replay over several copies of the weight, so that none is found in L2; bytes are those of weight, inputs and
-outputs. Each way is compared with the reference first, and one that is wrong is not timed. Consecutive launches of a graph depend
-on each other only through the order of the stream, as the layers of a model do; a launch that starts early shows it here too.
+Timed as CUDA-graph replay over several copies of the weight, so that none is found in L2; bytes are those of weight,
+inputs and outputs. Each way is compared with the reference first, and one that is wrong is not timed. Consecutive
+launches of a graph depend on each other only through the order of the stream, as the layers of a model do; a launch
+that starts early shows it here too.
 
-`--tune` sweeps the cuts (compiled beforehand by several processes), all of them for one token and the best for more, then prints
-the best of each shape and number of tokens, and per shape the one that is best over all: what belongs into the table.
+`--tune` sweeps the cuts (compiled beforehand by several processes), all of them for one token and the best for more,
+then prints the best of each shape and number of tokens, and per shape the one that is best over all: what belongs into
+the table.
 """
 
 import math

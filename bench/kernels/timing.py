@@ -1,7 +1,8 @@
 """How kernels are timed and reported: median GPU time, cold L2, beside the card's own measured ceilings.
 
-Run a benchmark from the root of the repository, `python -m bench.kernels.attention`; `--out rows.json` keeps its rows. A row:
-operation, shape, path, milliseconds, rate with its unit (TFLOP/s or TB/s), and the share of the measured ceiling.
+Run a benchmark from the root of the repository, `python -m bench.kernels.attention`; `--out rows.json` keeps its rows.
+A row: operation, shape, path, milliseconds, rate with its unit (TFLOP/s or TB/s), and the share of the measured
+ceiling.
 """
 
 import argparse
@@ -55,7 +56,8 @@ def _event_ms(run: Callable[[], object]) -> float:
 
 
 def graph_ms(run: Callable[[], object], *, repeats: int = 20, replays: int = 15) -> float:
-    """Median time of one `run` among `repeats` in a replayed CUDA graph: no launch cost, L2 warm. For decode-sized work.
+    """Median time of one `run` among `repeats` in a replayed CUDA graph: no launch cost, L2 warm. For decode-sized
+    work.
 
     Always on the same streams: kernels keep counters per stream, for 32 of them.
     """
@@ -126,9 +128,11 @@ def compare(
     backward: Work | None = None,
     clock: Callable[[Callable[[], object]], float] = gpu_ms,
 ) -> Iterator[Row]:
-    """Forward and, where asked for, backward of every path on the same inputs. A peer that fails must not hide the others.
+    """Forward and, where asked for, backward of every path on the same inputs. A peer that fails must not hide the
+    others.
 
-    `clock` is `gpu_ms`, or `graph_ms` for work so short that the host would be measured: the tensors must then outsize the L2.
+    `clock` is `gpu_ms`, or `graph_ms` for work so short that the host would be measured: the tensors must then outsize
+    the L2.
     """
     for path, run in paths.items():
         try:

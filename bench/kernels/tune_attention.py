@@ -1,8 +1,9 @@
-"""Sweep the tiles of the attention kernels over the shapes of the anchors; prints the best of each and keeps all with --out.
+"""Sweep the tiles of the attention kernels over the shapes of the anchors; prints the best of each and keeps all with
+--out.
 
-Every setting is first compared with torch's packed FlashAttention on a small ragged batch, and left out if it fails or disagrees.
-Compilation takes most of the time, so settings compile in parallel processes into Triton's cache before anything is timed.
-`--kernels forward window` restricts the sweep; `--quick` drops the long tail of settings.
+Every setting is first compared with torch's packed FlashAttention on a small ragged batch, and left out if it fails or
+disagrees. Compilation takes most of the time, so settings compile in parallel processes into Triton's cache before
+anything is timed. `--kernels forward window` restricts the sweep; `--quick` drops the long tail of settings.
 
     python -m bench.kernels.tune_attention --out tune.json
 """

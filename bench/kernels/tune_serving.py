@@ -1,8 +1,9 @@
-"""Sweep the launch settings of the serving kernels on the GPU at hand: `python -m bench.kernels.tune_serving --out tuned.json`.
+"""Sweep the launch settings of the serving kernels on the GPU at hand: `python -m bench.kernels.tune_serving --out
+tuned.json`.
 
-Each candidate is compared with the reference before it is timed; one that is wrong or does not compile is reported and left
-out. The best of each shape is marked with *. `--only` picks sections; all of them take about three minutes on an H200, most of
-it compiling. The best settings are copied manually into the tables of the kernel modules.
+Each candidate is compared with the reference before it is timed; one that is wrong or does not compile is reported and
+left out. The best of each shape is marked with *. `--only` picks sections; all of them take about three minutes on an
+H200, most of it compiling. The best settings are copied manually into the tables of the kernel modules.
 """
 
 import argparse

@@ -1,14 +1,17 @@
 # mypy: allow-untyped-decorators
-"""Tiled Triton kernels of packed attention (`attention.py` has the specification, the reference and the choice between paths).
+"""Tiled Triton kernels of packed attention (`attention.py` has the specification, the reference and the choice between
+paths).
 
-One program per tile of queries (forward, dQ) or of keys (dK and dV), which loops over tiles of the other side. Forward saves out
-and, per query and head, the base-2 log-sum-exp in fp32. Backward is two kernels: dQ, which also writes delta = sum_k out dO, then
-dK and dV: 7 matrix products instead of the 5 with atomics, but deterministic. Segment lengths stay on the device: see `locate`.
+One program per tile of queries (forward, dQ) or of keys (dK and dV), which loops over tiles of the other side. Forward
+saves out and, per query and head, the base-2 log-sum-exp in fp32. Backward is two kernels: dQ, which also writes delta
+= sum_k out dO, then dK and dV: 7 matrix products instead of the 5 with atomics, but deterministic. Segment lengths stay
+on the device: see `locate`.
 
-A head dim that is not a power of two is split into two that are (80 = 64 + 16) rather than padded to 128: tiles have two chunks of
-columns, MAIN and TAIL; where TAIL is 0 the second is unused.
+A head dim that is not a power of two is split into two that are (80 = 64 + 16) rather than padded to 128: tiles have
+two chunks of columns, MAIN and TAIL; where TAIL is 0 the second is unused.
 
-Names in the kernels: m are queries and n keys of one segment; the `position` of a query is the index of the last key it attends to.
+Names in the kernels: m are queries and n keys of one segment; the `position` of a query is the index of the last key it
+attends to.
 """
 
 import math
@@ -30,8 +33,9 @@ def locate(
 ) -> tuple[tl.tensor, tl.tensor]:
     """The segment of a tile, and the index of the tile in that segment. `first` is cu_seqlens[0].
 
-    Segment s owns the tiles from (cu_seqlens[s] - first) // BLOCK + s up to those of segment s + 1: always enough for its rows, at
-    most one too many. So a grid of T // BLOCK + num_segments tiles covers any lengths, and the host need not know them.
+    Segment s owns the tiles from (cu_seqlens[s] - first) // BLOCK + s up to those of segment s + 1: always enough for
+    its rows, at most one too many. So a grid of T // BLOCK + num_segments tiles covers any lengths, and the host need
+    not know them.
     """
     low = tile * 0
     high = low + num_segments
@@ -414,9 +418,10 @@ def _key_gradient_kernel(
 ) -> None:
     """dK and dV of one tile of keys, summed over GROUP / SPLITS of the query heads that read it; transposed, keys down.
 
-    Query tiles are counted from the segment's end, so that only the first one visited can be partial (it may begin before row 0).
-    Keys past the end are zero rows whose gradients are never stored. Tiles are loaded through pointers: through the bulk copy
-    engine, fp16 gradients of short segments came out wrong on an H200 (Triton 3.6; right under the interpreter).
+    Query tiles are counted from the segment's end, so that only the first one visited can be partial (it may begin
+    before row 0). Keys past the end are zero rows whose gradients are never stored. Tiles are loaded through pointers:
+    through the bulk copy engine, fp16 gradients of short segments came out wrong on an H200 (Triton 3.6; right under
+    the interpreter).
     """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(0) // NUM_KV_HEADS % SPLITS
@@ -462,8 +467,8 @@ def _key_gradient_kernel(
             low, high = full_end, end
         # One loop over all heads, so that loads are pipelined across heads.
         num_tiles = tl.cdiv(high - low, BLOCK_M)
-        # Loads of the first steps are issued before the loop, also of an empty one. To divide by its zero tiles would be undefined, and the
-        # compiler would take it for granted that there is a step.
+        # Loads of the first steps are issued before the loop, also of an empty one. To divide by its zero tiles would
+        # be undefined, and the compiler would take it for granted that there is a step.
         tiles_per_head = tl.maximum(num_tiles, 1)
         for step in tl.range(0, num_tiles * (GROUP // SPLITS)):
             head = first_head + step // tiles_per_head
@@ -490,7 +495,8 @@ def _key_gradient_kernel(
             if phase != 1:
                 p = tl.where(_attends((queries + shift)[None, :], keys[:, None], CAUSAL, WINDOW), p, 0.0)
             dv, dv_tail = add_dot(dv, dv_tail, p, do_main, do_last, TAIL)
-            # dP^T = v dO; dS^T = p^T (dP^T - delta); dK += dS^T q. (dP after dV: before it, head dim 128 spills registers)
+            # dP^T = v dO; dS^T = p^T (dP^T - delta); dK += dS^T q. (dP after dV: before it, head dim 128 spills
+            # registers)
             dp = dot_rows(v_main, v_last, do_main, do_last, TAIL)
             dk, dk_tail = add_dot(dk, dk_tail, p * (dp - row_delta[None, :]), q_main, q_last, TAIL)
 
@@ -520,10 +526,10 @@ class AttentionTiles(NamedTuple):
     """Cap per thread; 128 lets two programs of 8 warps share a multiprocessor."""
 
 
-# Keyed by kernel and head dim rounded up to 64, 96, 128 or 256. Those of 96 and 128 are measured (bench/kernels/tune_attention.py,
-# H200, Triton 3.6, 2026-11-15; TFLOP/s as executed): ragged causal text of head dim 128 forward 372, dQ 415, dK and dV 246; full
-# vision attention of head dim 80 forward 399, dQ 488, dK and dV 368. Small tiles win: four warps each keep more in flight.
-# Those of 64 and 256 follow from register counts as compiled for sm_90.
+# Keyed by kernel and head dim rounded up to 64, 96, 128 or 256. Those of 96 and 128 are measured
+# (bench/kernels/tune_attention.py, H200, Triton 3.6, 2026-11-15; TFLOP/s as executed): ragged causal text of head dim
+# 128 forward 372, dQ 415, dK and dV 246; full vision attention of head dim 80 forward 399, dQ 488, dK and dV 368. Small
+# tiles win: four warps each keep more in flight. Those of 64 and 256 follow from register counts as compiled for sm_90.
 CONFIGS: dict[tuple[str, int], AttentionTiles] = {
     ("forward", 64): AttentionTiles(128, 128, 8, 2, overlap=True, tma=True),
     ("forward", 96): AttentionTiles(64, 64, 4, 3, tma=True),

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-decorators
 """Window Triton kernels of packed attention: segments of at most 64 tokens, no mask, as many key heads as query heads.
 
-A vision tower has thousands of such windows. A segment is one tile, so the softmax needs no running maximum and backward saves
-only q, k and v: it recomputes the softmax, and delta = sum_s p dP replaces the saved output. A program computes one or several heads
-of a segment. Memory-bound: 4 tensors of q's size are moved in
-forward (576 windows of 64 tokens, 16 heads of 80, bf16: 377 MB, 0.09 ms at 4.2 TB/s), 7 in backward (661 MB, 0.16 ms).
-`rotated_window_attention` applies RoPE to q and k as it loads them, without gradients: a launch of its own would move 4 tensors more.
+A vision tower has thousands of such windows. A segment is one tile, so the softmax needs no running maximum and
+backward saves only q, k and v: it recomputes the softmax, and delta = sum_s p dP replaces the saved output. A program
+computes one or several heads of a segment. Memory-bound: 4 tensors of q's size are moved in forward (576 windows of 64
+tokens, 16 heads of 80, bf16: 377 MB, 0.09 ms at 4.2 TB/s), 7 in backward (661 MB, 0.16 ms). `rotated_window_attention`
+applies RoPE to q and k as it loads them, without gradients: a launch of its own would move 4 tensors more.
 """
 
 from typing import Any, NamedTuple
@@ -208,8 +208,8 @@ class WindowTiles(NamedTuple):
     """2 loads the next head while this one is computed."""
 
 
-# Rotated, H200, 16 heads of 80, bf16: 1024, 2304 and 4992 patches take 9.2, 14.7 and 28.6 us, rope and then the window kernel 10.4, 16.8 and
-# 32.7; two heads per program 10.7, 18.6 and 31.0.
+# Rotated, H200, 16 heads of 80, bf16: 1024, 2304 and 4992 patches take 9.2, 14.7 and 28.6 us, rope and then the window
+# kernel 10.4, 16.8 and 32.7; two heads per program 10.7, 18.6 and 31.0.
 CONFIGS: dict[str, WindowTiles] = {
     "forward": WindowTiles(heads=1, num_warps=4, num_stages=1),
     "rotated": WindowTiles(heads=1, num_warps=4, num_stages=2),

@@ -1,10 +1,12 @@
 """Matrix products by cuBLASLt without a workspace, through the library that torch has loaded: see `linear.py`.
 
-torch gives cuBLAS a workspace, with which its heuristics choose kernels that count their tiles in memory: each takes a memset before it, 2 us of a
-CUDA graph. Without one they choose kernels of the same speed that need none. torch takes the size of its workspace for a whole process, and few
-tokens need it (their inputs are split over programs), so these products are launched here.
+torch gives cuBLAS a workspace, with which its heuristics choose kernels that count their tiles in memory: each takes a
+memset before it, 2 us of a CUDA graph. Without one they choose kernels of the same speed that need none. torch takes
+the size of its workspace for a whole process, and few tokens need it (their inputs are split over programs), so these
+products are launched here.
 
-Matrices are stored by rows, which cuBLASLt takes for the columns of their transposes: out' [N, T] = W x' with W given as [D, N], transposed.
+Matrices are stored by rows, which cuBLASLt takes for the columns of their transposes: out' [N, T] = W x' with W given
+as [D, N], transposed.
 """
 
 from __future__ import annotations

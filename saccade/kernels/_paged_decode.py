@@ -38,8 +38,9 @@ def _plan_kernel(
     ends = tl.cumsum(num_tiles, 0)
     total = tl.sum(num_tiles, 0)
     per_program = tl.maximum(tl.cdiv(total, NUM_PROGRAMS), MIN_TILES)
-    # A range begins in the request after those that end before it; past the last tile it is empty, and begins behind the last request
-    # that has tiles: the program before it would otherwise read the lengths of all padding, one after another.
+    # A range begins in the request after those that end before it; past the last tile it is empty, and begins behind
+    # the last request that has tiles: the program before it would otherwise read the lengths of all padding, one after
+    # another.
     num_used = tl.max(tl.where(num_tiles > 0, r + 1, 0), 0)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.minimum(p * per_program, total)
@@ -148,14 +149,16 @@ def _decode_kernel(
 ) -> None:
     """One program: a range of tiles of consecutive requests, for the RATIO heads that share a key head.
 
-    A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each. With a WINDOW
-    the tiles of a request begin with the one that has the first key in it. STORES: queries and new keys are rotated here, and the
-    program that has the last tile of a request stores its new key and value. BESIDE_PREFILL: it does not wait for the prefill kernel before it,
-    which lets it start when all keys are written, and shares nothing else with it; but it does not end before it.
+    A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each.
+    With a WINDOW the tiles of a request begin with the one that has the first key in it. STORES: queries and new keys
+    are rotated here, and the program that has the last tile of a request stores its new key and value. BESIDE_PREFILL:
+    it does not wait for the prefill kernel before it, which lets it start when all keys are written, and shares nothing
+    else with it; but it does not end before it.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    # Ranges, lengths and page numbers are read before the wait: they were written at the start of the step, by kernels that let nothing start early.
+    # Ranges, lengths and page numbers are read before the wait: they were written at the start of the step, by kernels
+    # that let nothing start early.
     program = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     first_request = tl.load(ranges + 2 * program)
@@ -277,8 +280,9 @@ def _combine_decode_kernel(
     first = begin // per_program
     last = (end - 1) // per_program
     is_complete = (next_token <= token) | ((end > begin) & (first == last))  # padding, or one program had it whole
-    # What is read above was written at the start of the step, by kernels that let nothing start early. One program of a request waits even if it
-    # has nothing to do: what follows reads the rows of decode, and waits for the end of this kernel. The others make room.
+    # What is read above was written at the start of the step, by kernels that let nothing start early. One program of a
+    # request waits even if it has nothing to do: what follows reads the rows of decode, and waits for the end of this
+    # kernel. The others make room.
     if OVERLAP and ((not is_complete) | (tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
     if is_complete:
@@ -333,9 +337,10 @@ _DECODE_TILES = {
     (256, 2): DecodeTiles(32, 4, 3),
     (256, 4): DecodeTiles(16, 4, 3),
 }
-# The same for few and for many requests. H200, head dim 128, bf16, from a graph (bench/kernels/tune_serving.py), us with n32 w4 st5,
-# n16 w2 st7 and n64 w2 st3: 1 x 600 6.2, 7.0, 7.1; 16 x 700 12.0, 13.7, 12.7; 64 x 700 29.2, 20.9, 29.1; 256 x 1024 90.5, 76.1, 69.4;
-# 140 x 100..2000 62.6, 51.9, 51.8 (with equal splits per request instead of equal ranges: 91.0).
+# The same for few and for many requests. H200, head dim 128, bf16, from a graph (bench/kernels/tune_serving.py), us
+# with n32 w4 st5, n16 w2 st7 and n64 w2 st3: 1 x 600 6.2, 7.0, 7.1; 16 x 700 12.0, 13.7, 12.7; 64 x 700 29.2, 20.9,
+# 29.1; 256 x 1024 90.5, 76.1, 69.4; 140 x 100..2000 62.6, 51.9, 51.8 (with equal splits per request instead of equal
+# ranges: 91.0).
 _FEW_REQUESTS, _MANY_REQUESTS = 16, 96
 MAX_STORING_REQUESTS = 8
 """Up to so many requests decode stores its own tokens: a step of 1 / 4 requests takes 1.99 / 2.64 ms instead of 2.03 / 2.68, of 16 3.01 instead of 2.96."""
@@ -399,8 +404,9 @@ def decode(
     *,
     beside_prefill: bool = False,
 ) -> None:
-    """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first. `beside_prefill`: the kernel
-    launched before is `prefill` of the other requests, without splits, and the two may run at once."""
+    """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first.
+    `beside_prefill`: the kernel launched before is `prefill` of the other requests, without splits, and the two may run
+    at once."""
     (_, H, K), (num_pages, G, page_size, _) = q_THK.shape, pages.keys.shape
     num_programs, ratio = len(plan.ranges) - 1, H // G
     partial_out = q_THK.new_empty((2 * num_programs, H, K), dtype=torch.float32)
@@ -416,8 +422,8 @@ def decode(
         HAS_ROWS=pages.rows is not None, STORES=new is not None, BESIDE_PREFILL=beside_prefill, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages, **overlaps,
     )  # fmt: skip
-    # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have
-    # many partial results each; of many requests most have none, unless most of them are padding.
+    # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few
+    # requests have many partial results each; of many requests most have none, unless most of them are padding.
     block_h, block_s, block_d = 1, 16 if plan.num_decode > _MANY_REQUESTS else 32, block_k
     if plan.num_decode <= _FEW_REQUESTS:
         block_s, block_d = 128 if plan.num_decode <= 4 else 32, min(block_k, 32)

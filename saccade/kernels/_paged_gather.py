@@ -1,8 +1,9 @@
-"""Paged attention on a CPU: gather the pages of the requests, then attend with torch's SDPA. Legend: see `paged_attention.py`.
+"""Paged attention on a CPU: gather the pages of the requests, then attend with torch's SDPA. Legend: see
+`paged_attention.py`.
 
-Where the tokens of a step are stored, which pages they read, and masks are the same in every layer: `plan_gather` computes them once. A
-layer is then a dozen operations, whatever the number of decoding requests; found again in every layer they cost a quarter of a
-decode step of 8 requests.
+Where the tokens of a step are stored, which pages they read, and masks are the same in every layer: `plan_gather`
+computes them once. A layer is then a dozen operations, whatever the number of decoding requests; found again in every
+layer they cost a quarter of a decode step of 8 requests.
 """
 
 from itertools import pairwise
@@ -65,8 +66,8 @@ def plan_gather(
     num_kv_heads: int,
     window: int | None = None,
 ) -> GatherPlan:
-    """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens. `window`: keys to
-    the left of a token that it attends to."""
+    """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens.
+    `window`: keys to the left of a token that it attends to."""
     stored = None
     if len(slots_T) and not 0 <= int(slots_T.min()) <= int(slots_T.max()) < num_slots:
         stored = ((slots_T >= 0) & (slots_T < num_slots)).nonzero().squeeze(1)

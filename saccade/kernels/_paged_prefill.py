@@ -16,8 +16,8 @@ from saccade.kernels.launch import tl, triton
 def _locate(
     cu_seqlens: tl.tensor, num_requests: tl.tensor, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Request and block of this program, as `locate` of the packed kernels. It reads the lengths of all requests at once: a search would
-    wait for memory at every step."""
+    """Request and block of this program, as `locate` of the packed kernels. It reads the lengths of all requests at
+    once: a search would wait for memory at every step."""
     r = tl.arange(0, BLOCK_R)
     starts = tl.load(cu_seqlens + r, mask=r < num_requests, other=2**30)
     first_blocks = (starts - tl.min(starts, 0)) // BLOCK + r
@@ -70,9 +70,11 @@ def _attend_kernel(
     """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
 
     Row m of a block is query token m // RATIO, head m % RATIO. SPLIT: results go to `partial_*`, to be combined by
-    `_combine_kernel`. OVERLAP: it starts early, and lets the next kernel do so. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
+    `_combine_kernel`. OVERLAP: it starts early, and lets the next kernel do so. LARGEST: see QUANTIZED_MAX, 0 for a
+    cache in q's own dtype.
     """
-    # Lengths are read before the wait: they were written at the start of the step, and ordinary kernels, which let nothing start early, are between.
+    # Lengths are read before the wait: they were written at the start of the step, and ordinary kernels, which let
+    # nothing start early, are between.
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     request, block = _locate(cu_seqlens_q, num_requests, BLOCK_Q, BLOCK_R)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -84,7 +86,8 @@ def _attend_kernel(
     if HAS_ROWS:
         row = tl.load(table_rows + request).to(tl.int64)
     first_query = (tl.cdiv(num_queries, BLOCK_Q) - 1 - block) * BLOCK_Q  # the last ones, which see the most keys, first
-    # One program waits even if it has nothing to do: what follows reads what is before this kernel too, and waits for its end.
+    # One program waits even if it has nothing to do: what follows reads what is before this kernel too, and waits for
+    # its end.
     if OVERLAP and ((first_query >= 0) | (tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
     if OVERLAP:  # not before the wait: what starts now may read what the kernels before this one wrote
@@ -101,8 +104,8 @@ def _attend_kernel(
     in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
     in_head = d < K
 
-    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out evenly
-    # among as many splits as find min_split keys each.
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out
+    # evenly among as many splits as find min_split keys each.
     last_key = length - num_queries + query
     visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
     begin_tile = 0
@@ -130,7 +133,8 @@ def _attend_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's end.
+    # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's
+    # end.
     all_see = tl.minimum(end_key, length - num_queries + first_query + 1)
     first_masked = first_key + tl.maximum(all_see - first_key, 0) // BLOCK_N * BLOCK_N
     first_full = first_key
@@ -232,9 +236,10 @@ class PrefillTiles(NamedTuple):
     num_stages: int
 
 
-# (head dim, bytes per cached channel) -> tiles. Bound by the matrix unit, so larger tiles and fewer stages than decode. Measured for head dim
-# 128 in bf16 (H200, from a graph, us a layer): 500 new tokens, 4 x 500, 6 x 640, 900 over 1800, 2048 over 4096 take 15.1, 26.7, 52.5, 43.3, 147
-# with 64 rows, and 16.6, 30.0, 60.8, 48.9, 170 with 128 rows, 8 warps and 3 stages.
+# (head dim, bytes per cached channel) -> tiles. Bound by the matrix unit, so larger tiles and fewer stages than decode.
+# Measured for head dim 128 in bf16 (H200, from a graph, us a layer): 500 new tokens, 4 x 500, 6 x 640, 900 over 1800,
+# 2048 over 4096 take 15.1, 26.7, 52.5, 43.3, 147 with 64 rows, and 16.6, 30.0, 60.8, 48.9, 170 with 128 rows, 8 warps
+# and 3 stages.
 _PREFILL_TILES = {
     (64, 1): PrefillTiles(128, 64, 4, 3),
     (64, 2): PrefillTiles(128, 64, 4, 3),

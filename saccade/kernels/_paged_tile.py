@@ -63,7 +63,8 @@ class Pages(NamedTuple):
 
 @triton.jit
 def scaled_queries(q_block: tl.tensor, scale_log2: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Queries for a quantized cache, which is converted to fp16: lossless for 8-bit formats, and one instruction for fp8.
+    """Queries for a quantized cache, which is converted to fp16: lossless for 8-bit formats, and one instruction for
+    fp8.
 
     Scores are in base 2; q is scaled down first and cannot overflow. (fp32 queries stay fp32.)
     """
@@ -139,7 +140,8 @@ def attend_tile(
     total = total * correction + tl.sum(p, 1)
     acc *= correction[:, None]
     if LARGEST > 0:
-        # Times LARGEST (taken back at the end): the row's largest channel, where the bare scale could underflow in fp16.
+        # Times LARGEST (taken back at the end): the row's largest channel, where the bare scale could underflow in
+        # fp16.
         p *= tl.load(scales_v + scale_rows, mask=in_context, other=0.0)[None, :] * LARGEST
     acc = tl.dot(p.to(q_block.dtype), v.to(q_block.dtype), acc, input_precision="ieee")
     return new_best, total, acc
@@ -151,8 +153,8 @@ def add_partials(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add [splits, rows, d] partial results, each weighted by its share of the softmax's sum.
 
-    An unused split has lse -inf; its result was never written, may be NaN, and gets weight zero. It is read anyway: skipping it would
-    mean waiting for lse first.
+    An unused split has lse -inf; its result was never written, may be NaN, and gets weight zero. It is read anyway:
+    skipping it would mean waiting for lse first.
     """
     # weight = 2^(lse - best'),  total' = total 2^(best - best') + sum weight,  acc' = acc 2^(best - best') + weight parts
     new_best = tl.maximum(best, tl.max(lse, 0))

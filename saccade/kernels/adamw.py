@@ -5,25 +5,25 @@
     m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
     w = w - lr (weight_decay w + (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps))
 
-w is the fp32 master, gradients have any float dtype; all arithmetic is fp32. If parameters are given (bf16 copies of the
-masters), w is rounded into them. All updates are in place. `step` counts from 1.
+w is the fp32 master, gradients have any float dtype; all arithmetic is fp32. If parameters are given (bf16 copies of
+the masters), w is rounded into them. All updates are in place. `step` counts from 1.
 
 `adamw`: m and v are fp32 tensors of the master's shape.
 
-`adamw8bit`: m and v take one byte each, the master stays in fp32. 256 consecutive elements of a row (the first dim against all
-others) share an fp32 scale, their largest magnitude; blocks never cross rows, so a tensor sharded by rows has the same blocks
-as the whole one. With codes c:
+`adamw8bit`: m and v take one byte each, the master stays in fp32. 256 consecutive elements of a row (the first dim
+against all others) share an fp32 scale, their largest magnitude; blocks never cross rows, so a tensor sharded by rows
+has the same blocks as the whole one. With codes c:
 
     m = scale * sign(c) (c / 127)^2,  c in -127..127      v = scale * 2^((c - 255) / 8),  c in 1..255; 0 for c = 0
 
-so steps of m are 1.6 % of the largest and grow finer towards zero, and v keeps 9 % steps over 32 octaves: a small v next to a
-large one survives, and is rounded up, never to 0, below that. Both are rounded stochastically (the noise is a hash of
-element and step): rounding to nearest would lose every change smaller than half a step, that is most changes of v.
-After hundreds of steps with beta2 = 0.95, sqrt(v) has the right mean and is within 10 % for eight elements of ten.
+so steps of m are 1.6 % of the largest and grow finer towards zero, and v keeps 9 % steps over 32 octaves: a small v
+next to a large one survives, and is rounded up, never to 0, below that. Both are rounded stochastically (the noise is a
+hash of element and step): rounding to nearest would lose every change smaller than half a step, that is most changes of
+v. After hundreds of steps with beta2 = 0.95, sqrt(v) has the right mean and is within 10 % for eight elements of ten.
 
-A list of tensors is one launch (multi-tensor apply): each program finds its chunk of one tensor in a table of pointers on the GPU.
-Lists are split by dtype and by 16-byte alignment. Bytes per element with bf16 gradients and parameters: 28 with
-fp32 moments (30 with fp32 gradients), 16 with 8-bit moments. The host spends about 3 us a tensor.
+A list of tensors is one launch (multi-tensor apply): each program finds its chunk of one tensor in a table of pointers
+on the GPU. Lists are split by dtype and by 16-byte alignment. Bytes per element with bf16 gradients and parameters: 28
+with fp32 moments (30 with fp32 gradients), 16 with 8-bit moments. The host spends about 3 us a tensor.
 """
 
 import math
@@ -227,7 +227,8 @@ def _adamw_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """CHUNK elements of one tensor. A row of the table: gradient, master, m, v, parameter, size / UNIT, size, first chunk.
+    """CHUNK elements of one tensor. A row of the table: gradient, master, m, v, parameter, size / UNIT, size, first
+    chunk.
 
     PARAMETER is None where there is none to write. UNIT is 16 where pointers and sizes are aligned, else 1.
     """
@@ -285,7 +286,8 @@ def _adamw8bit_kernel(
 ) -> None:
     """CHUNK blocks of 256 of one tensor, BLOCK at a time.
 
-    A row of the table: gradient, master, codes and scales of m, those of v, parameter, columns / UNIT, blocks, first chunk.
+    A row of the table: gradient, master, codes and scales of m, those of v, parameter, columns / UNIT, blocks, first
+    chunk.
     """
     row = table + tl.load(tensor_of_chunk + tl.program_id(0)) * 10
     gradient = _pointer(row, GRADIENT, UNIT > 1)

@@ -4,19 +4,19 @@ Legend: T query tokens, S key tokens, H query heads, G key/value heads (H is a m
 
     out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]      over the keys s of t's own segment, scale = 1 / sqrt(K)
 
-`cu_seqlens_q` [segments + 1] and `cu_seqlens_k` give the cumulative starts of each segment's queries and keys (int32). Query
-head h reads key/value head h // (H / G). With `causal`, the last query of a segment is aligned with its last key: query i of n
-attends to keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike. With
-`window`, a causal query attends to that many keys to its left and its own. A query without keys gets zero; rows past the last
-segment are not written. If the number of rows equals segments times `max_seqlen`, all segments must have that length: rows past the
-last segment must not make up for shorter ones.
-q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
+`cu_seqlens_q` [segments + 1] and `cu_seqlens_k` give the cumulative starts of each segment's queries and keys (int32).
+Query head h reads key/value head h // (H / G). With `causal`, the last query of a segment is aligned with its last key:
+query i of n attends to keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and
+decode (n = 1) alike. With `window`, a causal query attends to that many keys to its left and its own. A query without
+keys gets zero; rows past the last segment are not written. If the number of rows equals segments times `max_seqlen`,
+all segments must have that length: rows past the last segment must not make up for shorter ones. q [T, H, K], k and v
+[S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
 
-Two families of Triton kernels: `_attention_tiled.py` for any mask and any lengths, saves out and one fp32 per query and head;
-`_attention_window.py` for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on the device.
+Two families of Triton kernels: `_attention_tiled.py` for any mask and any lengths, saves out and one fp32 per query and
+head; `_attention_window.py` for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on the device.
 
-`rope_attention` is attention of segments to themselves with q and k rotated first, see `rope.py`. Without gradients the kernel of short
-segments rotates what it loads; everything else is `rope`, then `attention`.
+`rope_attention` is attention of segments to themselves with q and k rotated first, see `rope.py`. Without gradients the
+kernel of short segments rotates what it loads; everything else is `rope`, then `attention`.
 """
 
 import functools
@@ -106,8 +106,8 @@ class _Call(NamedTuple):
 
 
 def _can_dense(call: _Call) -> bool:
-    """Equal lengths, unmasked or with the mask where torch puts it (top left), and round, so that they are likely to come again:
-    cuDNN plans for tens of milliseconds when it meets a new shape.
+    """Equal lengths, unmasked or with the mask where torch puts it (top left), and round, so that they are likely to
+    come again: cuDNN plans for tens of milliseconds when it meets a new shape.
     """
     is_round = call.max_seqlen_q % 128 == 0 and call.max_seqlen_k % 128 == 0
     is_aligned = call.window is None and (not call.causal or call.max_seqlen_q == call.max_seqlen_k)
@@ -147,8 +147,8 @@ def _flash_3(call: _Call) -> Tensor:
 def _torch_varlen() -> Callable[..., Any] | None:
     """torch's packed FlashAttention 2, where this torch has it.
 
-    Its packed cuDNN op is not used: up to torch 2.12 it plans again on every call (42 ms) and its backward takes the head dim
-    for the longest segment (pytorch#191576, pytorch#186142).
+    Its packed cuDNN op is not used: up to torch 2.12 it plans again on every call (42 ms) and its backward takes the
+    head dim for the longest segment (pytorch#191576, pytorch#186142).
     """
     try:
         from torch.nn.attention.varlen import varlen_attn

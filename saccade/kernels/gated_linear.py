@@ -5,13 +5,13 @@ Legend: T tokens, D inputs, I intermediate channels.
 
     out = silu(gate) * up,   gate = x Wg' + bg,   up = x Wu' + bu         W [2 I, D] holds Wg, then Wu, and bias [2 I] bg, then bu
 
-x [T, D], W, bias and out [T, I] share one dtype, bf16 or fp16 for the kernel. Rounding is that of the separate operations: gate and up are
-rounded to x's dtype, sums and activation are fp32, out is rounded once. Forward only.
+x [T, D], W, bias and out [T, I] share one dtype, bf16 or fp16 for the kernel. Rounding is that of the separate
+operations: gate and up are rounded to x's dtype, sums and activation are fp32, out is rounded once. Forward only.
 
-The kernel saves the 8 T I bytes of gate and up that move to memory and back, in 16 bits, and a launch; its products are slower than
-cuBLAS's, by 7 to 15 %. So it is used where that is less: for many tokens, and few inputs. A program computes tiles of gate and up of the
-same channels, one after another; two programs share a multiprocessor, so that one computes products during the activation of the other.
-Tiles are loaded by TMA.
+The kernel saves the 8 T I bytes of gate and up that move to memory and back, in 16 bits, and a launch; its products are
+slower than cuBLAS's, by 7 to 15 %. So it is used where that is less: for many tokens, and few inputs. A program
+computes tiles of gate and up of the same channels, one after another; two programs share a multiprocessor, so that one
+computes products during the activation of the other. Tiles are loaded by TMA.
 """
 
 import torch
@@ -26,9 +26,10 @@ _BLOCK_T, _BLOCK_I, _BLOCK_D = 128, 64, 64
 _GROUP = 8
 """Blocks of tokens whose tiles are computed together, so that they find the weights in L2."""
 _PROGRAMS_PER_SM = 2
-# H200, bf16, from a graph (bench/kernels/gated_linear.py), us beside cuBLAS and then swiglu: D 1280, I 3424 and a bias (the tower of the 3B shape), 1024
-# tokens 34 and 36, 2304 67 and 72, 4992 137 and 157; D 2048, I 11008 (its decoder), 640 tokens 94 and 94, 1024 151 and 150, 2048 305 and 309. With 8
-# warps 4992 tokens of the tower take 137 instead of 134 us on another card, with tiles of 128 channels 137.
+# H200, bf16, from a graph (bench/kernels/gated_linear.py), us beside cuBLAS and then swiglu: D 1280, I 3424 and a bias
+# (the tower of the 3B shape), 1024 tokens 34 and 36, 2304 67 and 72, 4992 137 and 157; D 2048, I 11008 (its decoder),
+# 640 tokens 94 and 94, 1024 151 and 150, 2048 305 and 309. With 8 warps 4992 tokens of the tower take 137 instead of
+# 134 us on another card, with tiles of 128 channels 137.
 _MIN_TOKENS, _MAX_INPUTS = 1024, 1536
 
 

@@ -1,16 +1,19 @@
 # mypy: allow-untyped-decorators
 """LoRA adapters chosen per token, added to the output of a linear layer.
 
-Legend: T tokens, D inputs, N outputs, R rank, S adapters in memory, P parts of the outputs with matrices A of their own (q, k, v).
+Legend: T tokens, D inputs, N outputs, R rank, S adapters in memory, P parts of the outputs with matrices A of their own
+(q, k, v).
 
     out[t, n] = y[t, n] + scale[s] * sum_r low[t, p(n), r] * B[s, n, r],   low[t, p, r] = sum_d x[t, d] * A[s, p, r, d],   s = slot[t] - 1
 
-slot [T] int32: 0 for tokens without an adapter, which stay as they are. x [T, D], y [T, N], A [S, P, R, D] and B [S, N, R] share one dtype, scale [S] is
-fp32; sums are fp32, low is rounded to x's dtype before the second product, as an unmerged adapter rounds it, and out once. y is overwritten. Adapters
-of a lower rank are padded with zeros; R is a power of two from 16.
+slot [T] int32: 0 for tokens without an adapter, which stay as they are. x [T, D], y [T, N], A [S, P, R, D] and B [S, N,
+R] share one dtype, scale [S] is fp32; sums are fp32, low is rounded to x's dtype before the second product, as an
+unmerged adapter rounds it, and out once. y is overwritten. Adapters of a lower rank are padded with zeros; R is a power
+of two from 16.
 
-Tokens are grouped by slot into tiles of one adapter each, padded, once for all layers of a step (`group_tokens`) and on the device: no shape depends
-on the slots, so that a CUDA graph can be replayed with other adapters. A program has one tile; tiles without an adapter end at once.
+Tokens are grouped by slot into tiles of one adapter each, padded, once for all layers of a step (`group_tokens`) and on
+the device: no shape depends on the slots, so that a CUDA graph can be replayed with other adapters. A program has one
+tile; tiles without an adapter end at once.
 
     grouped_lora:  out as above, in two kernels, as low needs all inputs and out all of low. The first splits the inputs over programs, which store
                    partial sums [splits, P, tiles, R]; the second adds them up, always in the same order.
@@ -18,8 +21,8 @@ on the slots, so that a CUDA graph can be replayed with other adapters. A progra
                    That is more than a token needs, but costs no launch.
     lora_swiglu:   silu(gate) * up of the out [T, gate and up] of add_lora, rounded as out and `swiglu` round
 
-On Hopper a kernel is launched before the previous one ends, and waits for it (programmatic dependent launch). Memory-bound for few tokens: each
-adapter among them is read once by every tile, mostly from the L2 cache. Forward only.
+On Hopper a kernel is launched before the previous one ends, and waits for it (programmatic dependent launch).
+Memory-bound for few tokens: each adapter among them is read once by every tile, mostly from the L2 cache. Forward only.
 """
 
 from collections.abc import Sequence
@@ -42,8 +45,9 @@ class TokenGroups(NamedTuple):
     """[tiles, tokens per tile] int32, -1 for padding; not set in tiles without tokens."""
 
 
-# Sizes that were best, or within 6 % of it, on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16): bench/kernels/grouped_lora.py. The
-# exception is _NUM_BLOCKS: one tile was a tenth faster at 512 tokens, and steps of 2048 have not been measured.
+# Sizes that were best, or within 6 % of it, on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16):
+# bench/kernels/grouped_lora.py. The exception is _NUM_BLOCKS: one tile was a tenth faster at 512 tokens, and steps of
+# 2048 have not been measured.
 _BLOCK_N = 128
 _SMALL_T, _LARGE_T = 16, 32
 """Tokens of a tile in decode and in steps with prefill."""
@@ -252,8 +256,8 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Add scale * low B' to one tile of outputs, which is within one part. N0, N1, N2: outputs of the parts. IS_PARTIAL: low is partial
-    sums of tiles, else [T, S * P * R]."""
+    """Add scale * low B' to one tile of outputs, which is within one part. N0, N1, N2: outputs of the parts.
+    IS_PARTIAL: low is partial sums of tiles, else [T, S * P * R]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -4,8 +4,8 @@
 `library`    torch's fastest path for the device (SDPA, its packed FlashAttention).
 `reference`  plain PyTorch, the specification; runs anywhere.
 
-An operation lists the paths that support a call, fastest first as measured; the reference is always the last. Kernel modules
-import `triton` and `tl` from here, so that they can be imported without Triton.
+An operation lists the paths that support a call, fastest first as measured; the reference is always the last. Kernel
+modules import `triton` and `tl` from here, so that they can be imported without Triton.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ _is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
 def available_paths(x: Tensor, *fastest_first: Path) -> tuple[Path, ...]:
     """The paths that the device of `x` supports. Triton needs a GPU; under the interpreter it comes last, to be forced.
 
-    Inside `torch.compile` there is only the reference: the compiler generates kernels from it, and cannot trace a launch whose
-    constants depend on a dynamic length.
+    Inside `torch.compile` there is only the reference: the compiler generates kernels from it, and cannot trace a
+    launch whose constants depend on a dynamic length.
     """
     if torch.compiler.is_compiling():
         return ()
@@ -166,8 +166,8 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 def compile_only(num_threads: int) -> Iterator[None]:
     """Inside the `with` block, in this thread, Triton kernels are compiled and not launched; they are ready at its end.
 
-    Outputs have arbitrary values: nothing may use one as an index. Compiling releases the interpreter's lock most of the time, so that
-    threads share the work: the kernels of a 3B model take 30 s one by one.
+    Outputs have arbitrary values: nothing may use one as an index. Compiling releases the interpreter's lock most of
+    the time, so that threads share the work: the kernels of a 3B model take 30 s one by one.
     """
     from triton.runtime.jit import JITFunction
 
@@ -224,9 +224,11 @@ def _install_compile_hook() -> None:
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU, and kernels are not launched.
+    """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU, and kernels are not
+    launched.
 
-    Their launchers run as they are, so that outputs, scratch buffers and what is saved for backward have the sizes they have on a GPU.
+    Their launchers run as they are, so that outputs, scratch buffers and what is saved for backward have the sizes they
+    have on a GPU.
     """
     if isinstance(triton, _MissingTriton):
         with _dry_run():

@@ -4,15 +4,16 @@ Legend: T tokens, D inputs, N outputs.
 
     out = x W' + bias        x [T, D], W [N, D], bias [N], out [T, N], all of one dtype
 
-`prepack` rewrites a weight once into the blocks that oneDNN's kernels read, an opaque tensor of the same shape and size. Without it torch
-calls MKL for fp32, which packs the weight again on every call; for few tokens that costs more than the product. Two cores of an EPYC (Zen 4,
-torch 2.13, fp32, GFLOP/s, MKL -> prepacked; bench/kernels/linear.py): 220 x 896 x 4864 158 -> 219, 8 x 896 x 4864 48 -> 210,
-1 x 896 x 4864 30 -> 65, where 218 is what a product of 2048 cubed reaches. A row's result does not depend on the number of rows,
-but for a single one of some shapes.
+`prepack` rewrites a weight once into the blocks that oneDNN's kernels read, an opaque tensor of the same shape and
+size. Without it torch calls MKL for fp32, which packs the weight again on every call; for few tokens that costs more
+than the product. Two cores of an EPYC (Zen 4, torch 2.13, fp32, GFLOP/s, MKL -> prepacked; bench/kernels/linear.py):
+220 x 896 x 4864 158 -> 219, 8 x 896 x 4864 48 -> 210, 1 x 896 x 4864 30 -> 65, where 218 is what a product of 2048
+cubed reaches. A row's result does not depend on the number of rows, but for a single one of some shapes.
 
-On an NVIDIA GPU, without gradients and from `MIN_TOKENS` tokens on, the product is cuBLASLt's without a workspace (`_cublaslt.py`): steps of 512 to 2048
-tokens of the 3B shape take 0.7 to 4.4 % less, decode of 256 requests 2.6 %, passes of its vision encoder up to 2.4 % (H200). Where cuBLAS had no
-workspace at all, decode of 16 to 64 requests took 3 to 4 % more.
+On an NVIDIA GPU, without gradients and from `MIN_TOKENS` tokens on, the product is cuBLASLt's without a workspace
+(`_cublaslt.py`): steps of 512 to 2048 tokens of the 3B shape take 0.7 to 4.4 % less, decode of 256 requests 2.6 %,
+passes of its vision encoder up to 2.4 % (H200). Where cuBLAS had no workspace at all, decode of 16 to 64 requests took
+3 to 4 % more.
 """
 
 import torch

@@ -6,25 +6,27 @@ Legend: T tokens, D hidden size, V vocabulary (of this rank, when it is sharded)
     logits = cap(hidden weight^T),  cap(x) = softcap * tanh(x / softcap) or x
     loss   = sum_t (lse_t - logits[t, labels[t]] + z_loss * lse_t^2) / count,      lse_t = log sum_v exp(logits[t, v])
 
-over the tokens whose label is not `ignore_index`. With `label_smoothing` e the target logit is (1 - e) logits[t, labels[t]] +
-e * mean_v logits[t, v], for which the loss kernel reads each row once more, from L2. hidden [T, D] and weight [V, D] in one float dtype, labels [T] integers,
-`count` a number or a tensor on the device (usually the labelled tokens of the global batch); the loss is a fp32 scalar.
+over the tokens whose label is not `ignore_index`. With `label_smoothing` e the target logit is (1 - e) logits[t,
+labels[t]] + e * mean_v logits[t, v], for which the loss kernel reads each row once more, from L2. hidden [T, D] and
+weight [V, D] in one float dtype, labels [T] integers, `count` a number or a tensor on the device (usually the labelled
+tokens of the global batch); the loss is a fp32 scalar.
 
-The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over them
-(one kernel), then the gradients of hidden and weight (two matmuls). Ignored tokens are dropped before the first matmul and
-cost nothing. Without `num_labels` the host synchronises once to read the number of labelled tokens.
+The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over
+them (one kernel), then the gradients of hidden and weight (two matmuls). Ignored tokens are dropped before the first
+matmul and cost nothing. Without `num_labels` the host synchronises once to read the number of labelled tokens.
 
-Precision. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's gradient
-has the weight's dtype: each chunk is summed in fp32 inside its matmul and rounded as it is added, which in bf16 adds a relative
-RMS error of 0.11 % * sqrt(chunks) to the 0.4 % of the rounded logits: 0.6 % in all for 16 chunks, measured. (A fp32 sum would
-need 1.2 GiB more at 151936 x 2048.) Gradients are those of the sum, scaled by 1 / count in backward, so small fp16
-probabilities do not vanish.
+Precision. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's
+gradient has the weight's dtype: each chunk is summed in fp32 inside its matmul and rounded as it is added, which in
+bf16 adds a relative RMS error of 0.11 % * sqrt(chunks) to the 0.4 % of the rounded logits: 0.6 % in all for 16 chunks,
+measured. (A fp32 sum would need 1.2 GiB more at 151936 x 2048.) Gradients are those of the sum, scaled by 1 / count in
+backward, so small fp16 probabilities do not vanish.
 
-Memory beyond the inputs: the two gradients, and C * V logits within `max_bytes`. At 16384 x 2048 x 151936 in bf16 that is
-594 + 64 + 297 MiB. Work: 6 T D V flop (2 T D V without gradients), and about 10 bytes moved per logit.
+Memory beyond the inputs: the two gradients, and C * V logits within `max_bytes`. At 16384 x 2048 x 151936 in bf16 that
+is 594 + 64 + 297 MiB. Work: 6 T D V flop (2 T D V without gradients), and about 10 bytes moved per logit.
 
-With `group`, `weight` is this rank's rows `vocab_start ..` of a vocabulary sharded over the group, while hidden and labels
-are the same on every rank: maxima, sums and target logits are reduced per chunk, the gradient of hidden once at the end.
+With `group`, `weight` is this rank's rows `vocab_start ..` of a vocabulary sharded over the group, while hidden and
+labels are the same on every rank: maxima, sums and target logits are reduced per chunk, the gradient of hidden once at
+the end.
 """
 
 from collections.abc import Iterator
@@ -466,8 +468,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of `hidden` projected by `weight`, see the top of this file.
 
-    `num_labels` is an upper bound on the labels that are not ignored, which avoids a synchronisation; if there are more, the loss is
-    NaN.
+    `num_labels` is an upper bound on the labels that are not ignored, which avoids a synchronisation; if there are
+    more, the loss is NaN.
     """
     if (
         hidden_TD.shape[1] != weight_VD.shape[1]

@@ -4,36 +4,41 @@
 Legend: T new tokens, R requests, H query heads, G key/value heads (H is a multiple of G), K head dim, F = K / 2,
         N pages in the cache, P tokens per page (a power of two, 1..128), W pages one request may hold, S splits.
 
-A page holds P tokens of every key/value head: `key_pages` and `value_pages` are [N, G, P, K]. Slot s of the cache is token
-s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r are in pages page_table[r, 0], [r, 1], ..., in order.
+A page holds P tokens of every key/value head: `key_pages` and `value_pages` are [N, G, P, K]. Slot s of the cache is
+token s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r are in pages page_table[r, 0], [r, 1],
+..., in order.
 
-`write_pages` applies RoPE to the queries and keys of the new tokens (in place, see rope.py) and stores keys and values at
-`slots_T` [T]. A token whose slot is outside the cache is rotated but not stored: padding of a batch.
-`paged_attention` is attention of the new tokens of every request over its pages, which already contain them, or get them first (`new`):
+`write_pages` applies RoPE to the queries and keys of the new tokens (in place, see rope.py) and stores keys and values
+at `slots_T` [T]. A token whose slot is outside the cache is rotated but not stored: padding of a batch.
+`paged_attention` is attention of the new tokens of every request over its pages, which already contain them, or get
+them first (`new`):
 
     out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
 
-With `window`, a token attends to that many keys to its left and its own, as in `attention.py`; tiles of keys before it are not read.
+With `window`, a token attends to that many keys to its left and its own, as in `attention.py`; tiles of keys before it
+are not read.
 
-`cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request is
-aligned with its last key, so decode (1 token), chunked prefill, and both mixed are one call. q and out are
-[T, H, K]; `page_table` [R, W] and `context_lengths` [R] are int32. A request without new tokens costs nothing, one without
+`cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request
+is aligned with its last key, so decode (1 token), chunked prefill, and both mixed are one call. q and out are [T, H,
+K]; `page_table` [R, W] and `context_lengths` [R] are int32. A request without new tokens costs nothing, one without
 context gets zeros; the rows of `out` that belong to no request are not written.
 
-Formats of the cache: q's own dtype, or float8_e4m3fn / int8 with one fp32 scale per token and head, [N, G, P], where the
-largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp32; the weights of the values are rounded to q's
-dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
+Formats of the cache: q's own dtype, or float8_e4m3fn / int8 with one fp32 scale per token and head, [N, G, P], where
+the largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp32; the weights of the values are rounded
+to q's dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
 
-The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the device.
-So one captured CUDA graph serves every batch within its bounds, and no call synchronises.
+The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the
+device. So one captured CUDA graph serves every batch within its bounds, and no call synchronises.
 
-Decode divides its work evenly, whatever the lengths: the tiles of keys of all requests, one request after another, are cut into equal
-ranges, one for each program that the GPU runs at once (stream-K). `plan_decode` finds the ranges, once for all layers. A program
-whose range ends inside a request leaves a partial result (fp32, with its log2-sum-exp), at most two of them; a second launch, which on
-Hopper is queued on the GPU before the first ends, combines those of each request. (Combining in the first launch, by the program
-that finishes last, was measured and is slower: 27.5 us against 24.5 for 16 requests of 4096 tokens.)
+Decode divides its work evenly, whatever the lengths: the tiles of keys of all requests, one request after another, are
+cut into equal ranges, one for each program that the GPU runs at once (stream-K). `plan_decode` finds the ranges, once
+for all layers. A program whose range ends inside a request leaves a partial result (fp32, with its log2-sum-exp), at
+most two of them; a second launch, which on Hopper is queued on the GPU before the first ends, combines those of each
+request. (Combining in the first launch, by the program that finishes last, was measured and is slower: 27.5 us against
+24.5 for 16 requests of 4096 tokens.)
 
-Prefill of few tokens over a long context is split among programs in the same way, but into the same number of splits for every request.
+Prefill of few tokens over a long context is split among programs in the same way, but into the same number of splits
+for every request.
 """
 
 from itertools import pairwise
@@ -293,8 +298,8 @@ def write_pages(
     value_scales_NGP: Tensor | None = None,
     gather_plan: GatherPlan | None = None,
 ) -> None:
-    """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file. `gather_plan`: as for
-    `paged_attention`; an 8-bit cache is written without it.
+    """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file.
+    `gather_plan`: as for `paged_attention`; an 8-bit cache is written without it.
     """
     _check_pages("write_pages", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     if k_TGK.shape != v_TGK.shape or k_TGK.shape != (len(q_THK), key_pages_NGPK.shape[1], q_THK.shape[2]):
@@ -338,14 +343,15 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every request's new tokens over its pages, see the top of this file.
 
-    `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; if few requests decode and the cache is
-    not compressed, by the decode kernel itself. q may be rotated in place.
+    `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; if few
+    requests decode and the cache is not compressed, by the decode kernel itself. q may be rotated in place.
 
-    `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
-    The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the others, in a
-    launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of 99 (H200). `decode_plan` is
-    theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of all requests. `table_rows_R`: the row of `page_table` that each request has, if not its own
-    index. A plan has the same `window`. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
+    `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not
+    given). The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the
+    others, in a launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of
+    99 (H200). `decode_plan` is theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of all
+    requests. `table_rows_R`: the row of `page_table` that each request has, if not its own index. A plan has the same
+    `window`. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
     """
     _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     rows = page_table_RW if table_rows_R is None else table_rows_R

@@ -6,10 +6,10 @@ Legend: H rows, W columns, C = 3 colours of the image; in one pass N new positio
     pass:  out[n]  = clip((2^21 + sum_t weight[n, t] * pixel[first[n] + t]) >> 22, 0, 255)
     image: a pass over dim 0, the vertical one, then one over dim 1 (rows_first), or in the other order; a dim that keeps its size has none
 
-uint8 in and out, and uint8 between the passes, where colours are clipped: the order changes pixels. Sums are int32, which
-255 * sum_t |weight[n, t]| < 2^31 fits. `weight` is an antialiased cubic filter (a = -0.5) in units of 2^-22, computed on the host in
-float64 as Pillow does (`resize_weights`), and cached on the device. No backward. Bytes, from H x W to h x w with rows first:
-3 (H W + 2 h W + h w), and 4 (T + 1) for every new row and column.
+uint8 in and out, and uint8 between the passes, where colours are clipped: the order changes pixels. Sums are int32,
+which 255 * sum_t |weight[n, t]| < 2^31 fits. `weight` is an antialiased cubic filter (a = -0.5) in units of 2^-22,
+computed on the host in float64 as Pillow does (`resize_weights`), and cached on the device. No backward. Bytes, from H
+x W to h x w with rows first: 3 (H W + 2 h W + h w), and 4 (T + 1) for every new row and column.
 """
 
 import functools
@@ -34,8 +34,8 @@ _BLOCK, _NUM_WARPS = 1024, 4
 def resize_weights(old: int, new: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """First source index [N] and integer weights [N, T] of every new position, from `old` positions. Read-only.
 
-    Operations are in Pillow's order, because the last bit of a float64 can decide how a weight is rounded. Taps behind the last
-    source pixel of a position have weight 0; for them first + t may exceed `old`.
+    Operations are in Pillow's order, because the last bit of a float64 can decide how a weight is rounded. Taps behind
+    the last source pixel of a position have weight 0; for them first + t may exceed `old`.
     """
     scale = old / new
     filter_scale = max(scale, 1.0)  # when shrinking, the filter is as much wider: antialiasing
@@ -97,7 +97,8 @@ def _pass_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """BLOCK elements of an output [outer, new, inner], from pixels [outer, old, inner]."""
-    # Element = (o * new + n) * inner + i. Division of 64 bits is slow: only for the first element; the others, relative to it, need 32.
+    # Element = (o * new + n) * inner + i. Division of 64 bits is slow: only for the first element; the others, relative
+    # to it, need 32.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     first_line = start // inner
     first_o = first_line // new
@@ -156,7 +157,8 @@ def _resize_triton(pixels_HWC: Tensor, height: int, width: int, *, rows_first: b
 def resize(pixels_HWC: Tensor, height: int, width: int, *, rows_first: bool) -> Tensor:
     """[height, width, 3] uint8: Pillow's bicubic resize; the input itself if it has that size. Never waits for the GPU.
 
-    rows_first: whether the vertical pass is the first one, as `saccade.processor.pillow_resize.rows_first` says for these sizes.
+    rows_first: whether the vertical pass is the first one, as `saccade.processor.pillow_resize.rows_first` says for
+    these sizes.
     """
     is_image = pixels_HWC.ndim == 3 and pixels_HWC.shape[2] == 3 and pixels_HWC.dtype == torch.uint8
     if not (is_image and pixels_HWC.is_contiguous() and min(*pixels_HWC.shape, height, width) >= 1):

@@ -3,20 +3,20 @@
 
     y = weight * x / sqrt(mean(x^2) + eps)
 
-x [..., D] and weight [D] in any float dtype, y like x. The mean and the division are computed in fp32 and rounded to x's dtype
-before the product with the weight (as Hugging Face does, so that bf16 logits agree).
+x [..., D] and weight [D] in any float dtype, y like x. The mean and the division are computed in fp32 and rounded to
+x's dtype before the product with the weight (as Hugging Face does, so that bf16 logits agree).
 
-`add_rms_norm` returns (y, s) with s = x + residual in x's dtype and y of s: the two halves of a pre-norm block in one pass.
-`rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y;
+`add_rms_norm` returns (y, s) with s = x + residual in x's dtype and y of s: the two halves of a pre-norm block in one
+pass. `rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y;
 `add_rms_norm_quant` does so after a residual sum.
 
 Saved for backward: x (or s) and 1 / sqrt(...) per row. With g = weight * dy, h = x * rstd and means over D:
 
     dx = rstd * (g - h * mean(g * h))          dweight = sum over rows of dy * h
 
-Backward runs a fixed number of programs; each sums dweight over its rows in registers and writes one row of partial sums, which
-are added up afterwards: no atomics, deterministic. Bytes per element of x in bf16: 4 forward, 6 backward (with a
-residual 8 and 8).
+Backward runs a fixed number of programs; each sums dweight over its rows in registers and writes one row of partial
+sums, which are added up afterwards: no atomics, deterministic. Bytes per element of x in bf16: 4 forward, 6 backward
+(with a residual 8 and 8).
 """
 
 from typing import Any, NamedTuple
@@ -177,7 +177,8 @@ class _Launch(NamedTuple):
     """Backward: groups of rows in flight."""
 
 
-# Measured at 16384 x 2048 bf16 (bench/kernels/rms_norm.py --tune, H200, 2026-11-15): forward 3.66 TB/s, backward 3.05 TB/s.
+# Measured at 16384 x 2048 bf16 (bench/kernels/rms_norm.py --tune, H200, 2026-11-15): forward 3.66 TB/s, backward 3.05
+# TB/s.
 _CONFIGS = {
     "forward": _Launch(elements=2048, num_warps=4),
     "backward": _Launch(elements=4096, num_warps=4, programs_per_sm=2, num_stages=3),

@@ -11,8 +11,8 @@ kinds differ; the rotation is the same: channels i and i + F of a head are a pai
 
 computed in fp32 and returned in x's dtype. Tables are built once per forward and shared by every layer.
 
-The gradient is the rotation by the negative angle; only the tables are saved, and they get no gradient. Q and K are rotated in one
-launch, each element is read and written once.
+The gradient is the rotation by the negative angle; only the tables are saved, and they get no gradient. Q and K are
+rotated in one launch, each element is read and written once.
 """
 
 import functools
@@ -80,7 +80,8 @@ _cached_vision_frequencies = functools.cache(_vision_frequencies)
 def mrope_cos_sin(
     positions_AT: Tensor, theta: float, sections: Sequence[int], *, is_interleaved: bool = False
 ) -> CosSin:
-    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f, or whose turn it is.
+    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f, or whose turn it
+    is.
 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
     """

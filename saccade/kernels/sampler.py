@@ -3,7 +3,8 @@
 
 Legend: R requests, V vocabulary.
 
-For a request with temperature 0 the token is the most probable one (the lowest id among equals). Otherwise, in this order,
+For a request with temperature 0 the token is the most probable one (the lowest id among equals). Otherwise, in this
+order,
   temperature  p = softmax(logits / temperature)
   top_k        keep the k most probable tokens, and those as probable as the last of them; k >= V keeps all, below 1 means 1
   top_p        of these, keep a token if the more probable ones sum to less than top_p of their probability; 1 keeps all
@@ -12,16 +13,18 @@ For a request with temperature 0 the token is the most probable one (the lowest 
 
     argmax over the kept v of  p[v] / noise(seed, position, v),     noise exponentially distributed,
 
-which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, less one logarithm. The noise is a pure function
-(Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in the batch.
+which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, less one logarithm. The noise is a pure
+function (Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in
+the batch.
 
-logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64; token ids
-[R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. A row with NaN or +inf,
-or with no finite logit, gives token `NON_FINITE`; -inf is a masked token. Everything is computed in fp32. Nothing is sorted: a row is read once for a
-greedy token, about four times with top-k or top-p, and only the first time from memory.
+logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64; token
+ids [R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. A row
+with NaN or +inf, or with no finite logit, gives token `NON_FINITE`; -inf is a masked token. Everything is computed in
+fp32. Nothing is sorted: a row is read once for a greedy token, about four times with top-k or top-p, and only the first
+time from memory.
 
-Where all requests are greedy, `most_likely` reads each row with several programs. Either kernel also stores the tokens where the next step and the
-host read them (`Destination`), so that nothing but the next step follows it on the device.
+Where all requests are greedy, `most_likely` reads each row with several programs. Either kernel also stores the tokens
+where the next step and the host read them (`Destination`), so that nothing but the next step follows it on the device.
 """
 
 from typing import NamedTuple
@@ -138,8 +141,9 @@ def _draw_reference(
 ) -> Tensor:
     """Draw a token per row, all rows at once.
 
-    Draws without top-p first. If the drawn token is one that top-p drops, so are all that are no more likely: they are masked and the
-    draw is repeated with the same noise. The result is the argmax over the kept tokens, without sorting to find them.
+    Draws without top-p first. If the drawn token is one that top-p drops, so are all that are no more likely: they are
+    masked and the draw is repeated with the same noise. The result is the argmax over the kept tokens, without sorting
+    to find them.
     """
     V = x_RV.shape[1]
     peak = x_RV.amax(1, keepdim=True)
@@ -451,8 +455,9 @@ def _sample_kernel(
         min_p = tl.load(min_ps + r)
         if min_p > 0:
             low = tl.minimum(tl.maximum(low, peak + temperature * tl.log(min_p)), peak)
-        # Draw without regard to top_p. If the token drawn is one that top_p drops, so are all that are no more likely: bar
-        # them and draw again with the same noise. What comes out is the winner among the kept, without ever listing them.
+        # Draw without regard to top_p. If the token drawn is one that top_p drops, so are all that are no more likely:
+        # bar them and draw again with the same noise. What comes out is the winner among the kept, without ever listing
+        # them.
         barred = float("-inf")
         seed = tl.load(seeds + r)
         position = tl.load(positions + r).to(tl.int32)

@@ -1,26 +1,28 @@
 # mypy: allow-untyped-decorators
-"""Linear layers for a few tokens (decode of a small batch), fused with the norm before them and the gated activation behind them.
+"""Linear layers for a few tokens (decode of a small batch), fused with the norm before them and the gated activation
+behind them.
 
-Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a feed-forward layer.
+Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a
+feed-forward layer.
 
     small_linear:       out = x W' + bias
     norm_linear:        out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
     norm_gated_linear:  out = silu(gate) * up,  [gate, up] = norm_linear with W [2 I, D];   returns (out, s)
 
-x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
-s, the normalised row before and after its weight, gate and up are rounded to x's dtype; norm, activation and every sum are
-fp32; out is rounded once, after bias or activation. Forward only: with gradients, for more tokens, or with a prepacked weight, `rms_norm`,
-`linear` and `gated_linear` are used.
+x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused
+layers: s, the normalised row before and after its weight, gate and up are rounded to x's dtype; norm, activation and
+every sum are fp32; out is rounded once, after bias or activation. Forward only: with gradients, for more tokens, or
+with a prepacked weight, `rms_norm`, `linear` and `gated_linear` are used.
 
-Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in tiles of
-BLOCK_K. Every program computes the normalised rows itself: T * D elements from the cache, and two barriers,
-cost less than a launch. A program of a gated layer has the rows of gate and up of BLOCK_N / 2 channels. Each thread accumulates its own products; one reduction at the end. No atomics and no splits: results are
-deterministic, and the tiles do not depend on T, so neither does the order of any sum.
+Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in
+tiles of BLOCK_K. Every program computes the normalised rows itself: T * D elements from the cache, and two barriers,
+cost less than a launch. A program of a gated layer has the rows of gate and up of BLOCK_N / 2 channels. Each thread
+accumulates its own products; one reduction at the end. No atomics and no splits: results are deterministic, and the
+tiles do not depend on T, so neither does the order of any sum.
 
-On Hopper (programmatic dependent launch) a kernel starts before the previous one ends and loads its first DEPTH tiles of W before
-waiting for it.
-Only constants (W, bias, the norm's weight) are read before the wait. They must not be written by a kernel that
-lets its successor start early (`gdc_launch_dependents`): those launched with `launch_pdl`.
+On Hopper (programmatic dependent launch) a kernel starts before the previous one ends and loads its first DEPTH tiles
+of W before waiting for it. Only constants (W, bias, the norm's weight) are read before the wait. They must not be
+written by a kernel that lets its successor start early (`gdc_launch_dependents`): those launched with `launch_pdl`.
 """
 
 from typing import NamedTuple
@@ -169,8 +171,8 @@ def _linear_kernel(
 ) -> None:
     """BLOCK_N rows of W for all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes. N: outputs.
 
-    DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again: no tile is
-    moved between registers.
+    DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again:
+    no tile is moved between registers.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -266,9 +268,10 @@ class SmallLinearTiles(NamedTuple):
     """Tiles of W in flight, in registers."""
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's product:
-# norm and 2048 -> 2560 4.4 us (8.1), 2048 -> 2048 3.0 (6.1), norm and 2048 -> 22016 without the activation 23.0 (26.9), 11008 -> 2048 12.7 (17.1). Within a
-# step the second has other best tiles than alone: 12 layers and the head take 699 us with these, 710 with 8 rows and two tiles in flight.
+# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's
+# product: norm and 2048 -> 2560 4.4 us (8.1), 2048 -> 2048 3.0 (6.1), norm and 2048 -> 22016 without the activation
+# 23.0 (26.9), 11008 -> 2048 12.7 (17.1). Within a step the second has other best tiles than alone: 12 layers and the
+# head take 699 us with these, 710 with 8 rows and two tiles in flight.
 _CUTS = {
     (False, False): SmallLinearTiles(block_n=4, block_k=1024, num_warps=4, depth=2),
     (False, True): SmallLinearTiles(block_n=16, block_k=1024, num_warps=4, depth=1),
@@ -276,8 +279,8 @@ _CUTS = {
     (True, True): SmallLinearTiles(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _WORTHWHILE_TOKENS = {(False, False): 4, (False, True): 1, (True, False): 2, (True, True): 1}
-"""Up to these ours is faster than torch's product: 2048 -> 2560 with 4 tokens 5.1 us against 6.6, 11008 -> 2048 with 2 16.6 against 17.4 (with 3
-17.0 against 17.9, too little to matter), but 2048 -> 22016 with 2 28.8 against 27.2."""
+"""Up to these ours is faster than torch's product: 2048 -> 2560 with 4 tokens 5.1 us against 6.6, 11008 -> 2048 with 2
+16.6 against 17.4 (with 3 17.0 against 17.9, too little to matter), but 2048 -> 22016 with 2 28.8 against 27.2."""
 
 
 def _tiles_for(num_outputs: int, num_inputs: int) -> SmallLinearTiles:
@@ -300,8 +303,8 @@ def _run(
     tiles: SmallLinearTiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for it. `tiles` and `overlaps`: by default from the
-    table and the device."""
+    """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for it. `tiles` and
+    `overlaps`: by default from the table and the device."""
     (num_rows, K), num_tokens = weight_NK.shape, len(x)
     tiles = tiles or _tiles_for(num_rows, K)
     N = num_rows // 2 if is_gated else num_rows

@@ -92,8 +92,8 @@ def _small_w8a8_kernel(
         tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 (bench/kernels/tune_quantized.py): one token
-# takes 3.7 us in int8 and 3.1 us in fp8 with 2048 -> 2560, 10.9 us with 11008 -> 2048.
+# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 (bench/kernels/tune_quantized.py): one
+# token takes 3.7 us in int8 and 3.1 us in fp8 with 2048 -> 2560, 10.9 us with 11008 -> 2048.
 _TILES = {
     (False, False): VectorTiles(block_n=4, num_warps=4),
     (False, True): VectorTiles(block_n=8, num_warps=4),

@@ -3,17 +3,18 @@
 
     y = silu(gate) * up,   silu(g) = g * sigmoid(g)
 
-gate, up and y have one shape and dtype; any float dtype, computed in fp32 and rounded once. gate and up may have any row
-stride (the two halves of a fused projection). Saved for backward: gate and up; silu is recomputed:
+gate, up and y have one shape and dtype; any float dtype, computed in fp32 and rounded once. gate and up may have any
+row stride (the two halves of a fused projection). Saved for backward: gate and up; silu is recomputed:
 
     dup = dy * silu(gate)          dgate = dy * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
 
 Bytes per element in bf16: 6 forward, 10 backward.
 
-`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for its
-backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
+`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for
+its backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
 
-`swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y: 5 bytes, no backward.
+`swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y: 5 bytes, no
+backward.
 """
 
 import math
@@ -160,8 +161,8 @@ class _Launch(NamedTuple):
 
 _QUANT_BLOCK = 16384
 """Columns of a row that 16 warps hold in registers, 32 each."""
-# Forward behind its product, H200, bf16: 2048 x 11008 takes 28.8 us, with 2048 columns and 4 warps 43.8; with 640 and 1024 rows the two are
-# equal. Backward is not tuned: bench/kernels/swiglu.py --tune measures it.
+# Forward behind its product, H200, bf16: 2048 x 11008 takes 28.8 us, with 2048 columns and 4 warps 43.8; with 640 and
+# 1024 rows the two are equal. Backward is not tuned: bench/kernels/swiglu.py --tune measures it.
 _CONFIGS = {"forward": _Launch(block=1024, num_warps=2), "backward": _Launch(block=1024, num_warps=4)}
 
 

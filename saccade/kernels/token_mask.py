@@ -5,8 +5,8 @@ Legend: S rows of logits, V vocabulary, N masked rows, W = ceil(V / 32) words of
 
     logits[rows[n], v] = -inf   where bit v % 32 of mask[n, v // 32] is 0
 
-logits_SV in any float dtype with contiguous rows, any distance apart; mask_NW int32, contiguous; rows_N int64, no row twice. Rows
-that are not named keep their values. No backward. Bytes per masked row in bf16: 4 V + V / 8.
+logits_SV in any float dtype with contiguous rows, any distance apart; mask_NW int32, contiguous; rows_N int64, no row
+twice. Rows that are not named keep their values. No backward. Bytes per masked row in bf16: 4 V + V / 8.
 """
 
 import torch

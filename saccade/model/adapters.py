@@ -3,8 +3,8 @@
     load_adapter   adapter_config.json, adapter_model.safetensors  ->  matrices by projection, checked, on the host
     AdapterBank    slots of fixed size beside the projections of the decoder; a slot is filled and emptied while the model serves
 
-The base weights are not touched and may be stored in any form. A token's slot is an integer on the device (0: the base model), so that requests
-with different adapters share every step (`kernels/grouped_lora.py`).
+The base weights are not touched and may be stored in any form. A token's slot is an integer on the device (0: the base
+model), so that requests with different adapters share every step (`kernels/grouped_lora.py`).
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ def _pair(
 class AdapterStack:
     """The matrices of all slots for projections of one input.
 
-    Where it is worth it, the matrices A are stored below the weight of the projections: one product then computes A x of all slots
-    too. It is more than a token needs, but saves reading x again and a launch, which is most of what an adapter costs in decode.
+    Where it is worth it, the matrices A are stored below the weight of the projections: one product then computes A x
+    of all slots too. It is more than a token needs, but saves reading x again and a launch, which is most of what an
+    adapter costs in decode.
     """
 
     def __init__(self, parts: Sequence[Projection], scale_S: Tensor, rank: int, dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 
 Legend: T new tokens, S all tokens, H query heads, G key/value heads, K head dim.
 
-A layer computes queries, keys and values of the new tokens and calls its `AttentionContext`, which applies RoPE and attends.
-Layers do not know whether there is a cache:
+A layer computes queries, keys and values of the new tokens and calls its `AttentionContext`, which applies RoPE and
+attends. Layers do not know whether there is a cache:
 
     PackedAttention   all tokens of all conversations at once (training, scoring)
     CachedAttention   new tokens after cached ones, in plain tensors (`generate`)

@@ -4,15 +4,16 @@ Legend: T tokens, D inputs, N outputs.
 
     y_TN = q(x)_TD q(W)_ND' + bias_N
 
-q rounds to the grid that `weight_rounding.py` defines: int4 weights in groups of inputs with 16-bit activations (W4A16), or
-int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed again for each product.
+q rounds to the grid that `weight_rounding.py` defines: int4 weights in groups of inputs with 16-bit activations
+(W4A16), or int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed
+again for each product.
 
-Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W). Saved for backward
-are x and W, as for a plain layer; both are rounded again there.
+Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W).
+Saved for backward are x and W, as for a plain layer; both are rounded again there.
 
-The parameters are those of the plain layer (`weight`, `bias`), so that loading, sharding and the optimizer know nothing of it. An
-exported weight is `on_grid`: rounding it to nearest once more gives the same values, so that a quantized folder made of it computes
-what training did.
+The parameters are those of the plain layer (`weight`, `bias`), so that loading, sharding and the optimizer know nothing
+of it. An exported weight is `on_grid`: rounding it to nearest once more gives the same values, so that a quantized
+folder made of it computes what training did.
 """
 
 from typing import Any, Literal

@@ -1,7 +1,7 @@
 """Read a text model from a GGUF file: config, dequantized weights, tokenizer and chat template.
 
-GGUF stores Llama's query and key rows for interleaved RoPE; they are permuted back to the half-split order. Only byte-level BPE
-tokenizers are converted; others need a checkpoint folder with `tokenizer.json`.
+GGUF stores Llama's query and key rows for interleaved RoPE; they are permuted back to the half-split order. Only
+byte-level BPE tokenizers are converted; others need a checkpoint folder with `tokenizer.json`.
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ class DecoderLayer(nn.Module):
         self, x_TD: Tensor, update_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None = None,
         chosen: RowAdapters | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all); `chosen`: the adapter
-        of each token.
+        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all);
+        `chosen`: the adapter of each token.
 
-        Without gradients each sum and norm runs in the kernel of the matrix product behind it, and the activation in that of gate and up: for one
-        token a layer is four kernels and attention.
+        Without gradients each sum and norm runs in the kernel of the matrix product behind it, and the activation in
+        that of gate and up: for one token a layer is four kernels and attention.
         """
         normed = self.input_layernorm.add_norm(x_TD, update_TD)
         attn_out_TD = self.self_attn(normed.input, attend, chosen)
@@ -128,8 +128,8 @@ class LanguageModel(nn.Module):
     ) -> NormedSum:
         """`forward` of the tokens `select_S` (None: all), up to the last norm, which may run in the kernel of the head.
 
-        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from. `adapter_T` [T] int32: the
-        adapter slot of each token from 1, 0 for the base model (`adapters.py`).
+        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from.
+        `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`).
         """
         update_TD: Tensor | None = None
         chosen = None if adapter_T is None else RowAdapters(adapter_T, self.num_adapter_slots)

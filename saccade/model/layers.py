@@ -54,8 +54,8 @@ _CHUNK_ROWS = 640
 def in_row_chunks(function: Callable[[Input], Tensor], x: Input) -> Tensor:
     """Apply `function` to chunks of rows and concatenate the results. For MLPs on a CPU.
 
-    The wide activations then stay in the cache and in memory that is already allocated; allocating them for thousands of rows at
-    once costs a third of the MLP time of a prefill.
+    The wide activations then stay in the cache and in memory that is already allocated; allocating them for thousands
+    of rows at once costs a third of the MLP time of a prefill.
     """
     if len(x) <= _CHUNK_ROWS:
         return function(x)
@@ -78,8 +78,8 @@ class FeedForward(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
         self.saves_activation = False
-        """Whether silu(gate) * up is saved for backward, or computed again from gate and up. On with activation checkpointing, which
-        would compute the down projection twice otherwise."""
+        """Whether silu(gate) * up is saved for backward, or computed again from gate and up. On with activation
+        checkpointing, which would compute the down projection twice otherwise."""
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, aligns_out=True)
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, aligns_out=True)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, aligns_in=True)

@@ -1,7 +1,7 @@
 """Bytes of all tensors that are alive while operations run on the meta device: a dry run of training or inference.
 
-With `kernels.launch.dry_run`, modules, autograd and the launchers of kernels run as they are; nothing is allocated and nothing is
-computed, so that memory is measured without knowledge of the architecture.
+With `kernels.launch.dry_run`, modules, autograd and the launchers of kernels run as they are; nothing is allocated and
+nothing is computed, so that memory is measured without knowledge of the architecture.
 
     live = LiveBytes(*model.parameters())
     with launch.dry_run(), live:

@@ -4,12 +4,12 @@ Legend: T tokens, D inputs, N outputs, R rank.
 
     y_TN = x_TD W_ND' + bias_N + alpha / R * (x_TD A_RD') B_NR'
 
-Parameter names are those of the layer: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. Saved for backward: x, as for any trained layer, and
-x A' [T, R].
+Parameter names are those of the layer: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. Saved for backward: x, as for
+any trained layer, and x A' [T, R].
 
-Quantized, W is stored as `weight_bits` and `weight_scale`, in 4 bits with one scale per 64 inputs of an output, or in 8 bits with one
-scale per output; 0.53 or 1 bytes per weight instead of 2. It is dequantized for each matmul, in forward and again in backward, and not
-kept in between.
+Quantized, W is stored as `weight_bits` and `weight_scale`, in 4 bits with one scale per 64 inputs of an output, or in 8
+bits with one scale per output; 0.53 or 1 bytes per weight instead of 2. It is dequantized for each matmul, in forward
+and again in backward, and not kept in between.
 """
 
 import math
@@ -38,8 +38,8 @@ _ALIGNMENT = 128
 def stored_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters a layer stores for its weight, by name; computed on the weight's device, which may be meta.
 
-    Quantized values are stored as tensors of `dtype`, the compute dtype: FSDP gathers those bit for bit, but would cast other
-    floats and (torch 2.11) refuse integers.
+    Quantized values are stored as tensors of `dtype`, the compute dtype: FSDP gathers those bit for bit, but would cast
+    other floats and (torch 2.11) refuse integers.
     """
     if quantization == "none":
         return {"weight": weight_ND.to(dtype)}
@@ -83,7 +83,8 @@ class _LoraFunction(torch.autograd.Function):
         y_TN = F.linear(x_TD, compute_weight(stored, quantization, x_TD.shape[1]), bias_N)
         ctx.save_for_backward(seen_TD, low_TR, lora_A, lora_B, *stored)
         ctx.scale, ctx.quantization, ctx.has_dropout = scale, quantization, dropped_TD is not None
-        # Not in place: compiled by torch 2.11, a forward that returns the result of an in-place operation has no gradients.
+        # Not in place: compiled by torch 2.11, a forward that returns the result of an in-place operation has no
+        # gradients.
         return torch.addmm(y_TN, low_TR, lora_B.T, alpha=scale)
 
     @staticmethod

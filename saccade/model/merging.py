@@ -43,7 +43,8 @@ def base_of_adapter(adapter: Path) -> str:
 def merge_adapter(
     adapter: Path, base: Path, out: Path, *, on_tensor: Callable[[str], None] = lambda _: None
 ) -> list[str]:
-    """Write the checkpoint folder `out`: the weights of `base` with the adapter added, in the dtypes of `base`, and its other files.
+    """Write the checkpoint folder `out`: the weights of `base` with the adapter added, in the dtypes of `base`, and its
+    other files.
 
     Returns the names of the layers that have changed.
     """

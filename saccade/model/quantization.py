@@ -1,13 +1,15 @@
-"""The `quantization_config` of a checkpoint folder, as the `compressed-tensors` format defines it: which layers are stored how.
+"""The `quantization_config` of a checkpoint folder, as the `compressed-tensors` format defines it: which layers are
+stored how.
 
     int8   `int-quantized`: weights with one scale per output or tensor, tokens quantized on the fly (W8A8)
     fp8    `float-quantized`: the same in float8_e4m3fn; activations may have one scale from calibration instead
     int4   `pack-quantized`: weights with one scale (and zero point) per output or group of inputs, 16-bit activations (W4A16)
 
-Folders of AutoGPTQ and GPTQModel (`quant_method` gptq) and of AutoAWQ (awq) are read as int4 too: what has a `qweight` is quantized.
+Folders of AutoGPTQ and GPTQModel (`quant_method` gptq) and of AutoAWQ (awq) are read as int4 too: what has a `qweight`
+is quantized.
 
-A group of layers is named by its targets: the class `Linear`, names of layers, or regular expressions after `re:`; layers of `ignore` are
-plain. Everything else the format can say is refused by name.
+A group of layers is named by its targets: the class `Linear`, names of layers, or regular expressions after `re:`;
+layers of `ignore` are plain. Everything else the format can say is refused by name.
 """
 
 import re
@@ -123,7 +125,8 @@ def _layer_names(config: Mapping[str, Any], field: str) -> tuple[str, ...]:
 def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
     """The `kv_cache_scheme` of a `config.json`: 8 bits, symmetric. None: it has none.
 
-    Its scales are not needed: the engine gives every token and head a scale of its own, which is finer than one per layer.
+    Its scales are not needed: the engine gives every token and head a scale of its own, which is finer than one per
+    layer.
     """
     config = raw.get("quantization_config")
     scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None

@@ -7,7 +7,8 @@ Legend: T tokens, D inputs, N outputs, Z scales per output.
     Linear4bit   int4 weights in groups; 16-bit activations; for one or two tokens norm and activation run in the kernel
                  of the product (`kernels/linear_w4a16.py`)
 
-There is no dequantized copy: a weight takes the bytes of its tensors on disk. Layers that read the same input are merged like plain ones.
+There is no dequantized copy: a weight takes the bytes of its tensors on disk. Layers that read the same input are
+merged like plain ones.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class Linear8bit(QuantizedLinear):
     def _compute_offset(self) -> Tensor:
         """[N] fp32: what the zero point z adds to every output, taken off the bias.
 
-        x is stored as x8 = round(x / s) + z, so s w_scale sum(x8 w) is too large by s z w_scale sum(w), the same for all tokens.
+        x is stored as x8 = round(x / s) + z, so s w_scale sum(x8 w) is too large by s z w_scale sum(w), the same for
+        all tokens.
         """
         assert self.input_scale is not None, "a zero point comes with a scale"
         assert self.input_zero_point is not None, "only zero points have an offset"
@@ -358,7 +360,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def _from_transposed(name: str, tensor: Tensor, layout: str) -> Tensor:
     """A tensor of AutoGPTQ or AutoAWQ, whose weights are [inputs, outputs], in the layout of compressed-tensors.
 
-    Both pack zero points along the outputs, GPTQ packs values along the inputs. GPTQ's first version stores zero points less one.
+    Both pack zero points along the outputs, GPTQ packs values along the inputs. GPTQ's first version stores zero points
+    less one.
     """
     if name == "weight_g_idx":
         return tensor

@@ -1,6 +1,7 @@
 """The model: embed text, encode images, merge both, run the decoder.
 
-Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, F features of an image token, L layers, V vocabulary.
+Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, F features of an image token, L layers, V
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -54,8 +55,8 @@ class VLM(nn.Module):
     def hidden_states(self, inputs: ModelInputs, *, encode_dummy_image: bool = False) -> Tensor:
         """[T, D]: the input of the head. Training computes its loss from here, without the logits.
 
-        `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its features,
-        so that every rank of a sharded model runs the same modules.
+        `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its
+        features, so that every rank of a sharded model runs the same modules.
         """
         x_TD, features = self.embed(inputs)
         if encode_dummy_image and inputs.image_grids.shape[0] == 0:
@@ -104,8 +105,8 @@ class VLM(nn.Module):
         return self.vision.arrange(self.projector(self.vision(pixels, inputs)), inputs)
 
     def encode_in_parts(self, pixels: Tensor, inputs: Any, num_parts: int) -> Iterator[Tensor | None]:
-        """`encode_patches` in `num_parts` parts, of about as many blocks each. Each part runs when its item is asked for: None, and the
-        features with the last one."""
+        """`encode_patches` in `num_parts` parts, of about as many blocks each. Each part runs when its item is asked
+        for: None, and the features with the last one."""
         tower = self.vision
         tower_pass = tower.start(pixels, inputs)
         num_blocks = len(tower_pass.block_inputs)

@@ -2,9 +2,9 @@
 
     read source -> check header -> decode to RGB -> resize to a multiple of the patch grid -> patches
 
-Limits are checked on the header, before a pixel is decoded. EXIF orientation and transparency are applied, so that the model sees
-what a person sees. The default resize is Pillow's, bit-identical to Hugging Face's processor; a caller may pass another one
-(`torch_resize.py`).
+Limits are checked on the header, before a pixel is decoded. EXIF orientation and transparency are applied, so that the
+model sees what a person sees. The default resize is Pillow's, bit-identical to Hugging Face's processor; a caller may
+pass another one (`torch_resize.py`).
 """
 
 from __future__ import annotations
@@ -429,10 +429,12 @@ def video_patches(
     into: Pixels | None = None,
     size: tuple[int, int] | None = None,
 ) -> tuple[Pixels, Grid]:
-    """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame pair.
+    """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame
+    pair.
 
-    The patches are written to the first rows of `into`, or to new memory. If the rows of `into` have `frame_dim` values, each patch holds
-    the one frame of an image once. `size`: height and width to resize to (None: those of `settings.resized`).
+    The patches are written to the first rows of `into`, or to new memory. If the rows of `into` have `frame_dim`
+    values, each patch holds the one frame of an image once. `size`: height and width to resize to (None: those of
+    `settings.resized`).
     """
     height, width = frames[0].shape[:2]
     size = size or settings.resized(height, width)

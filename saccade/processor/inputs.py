@@ -1,7 +1,7 @@
 """Packed model inputs: the output of the processor.
 
-The tokens of several conversations are concatenated, and so are the patches of their images. Nothing is padded; `cu_seqlens` mark
-the boundaries.
+The tokens of several conversations are concatenated, and so are the patches of their images. Nothing is padded;
+`cu_seqlens` mark the boundaries.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ModelInputs:
     patches: Tensor
     """[P, channels * frames * side * side]: pixels, uint8 as decoded or float as normalised."""
     image_grids: Tensor
-    """[I, 3] int64, always on the CPU: the grid of each image, or of each part of a video that is encoded apart, in the order of appearance.
-    Only the tower knows what it means."""
+    """[I, 3] int64, always on the CPU: the grid of each image, or of each part of a video that is encoded apart, in the
+    order of appearance. Only the tower knows what it means."""
     image_token_index: Tensor
     """[M] int64: indices of the placeholder tokens, in the order of the patches."""
     pixel_mean: tuple[float, ...]

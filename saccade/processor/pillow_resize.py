@@ -1,8 +1,8 @@
 """Pillow's bicubic resize, bit-identical to Hugging Face's processor, with several threads for a large image.
 
-Pillow makes two passes, each over one axis, and clips colours between them. A pass over strips of an image gives the same pixels as
-one over the whole image, so the strips of a pass are computed by as many threads. (Strips through both passes would not do: whether
-Pillow begins with rows or columns depends on the shape.)
+Pillow makes two passes, each over one axis, and clips colours between them. A pass over strips of an image gives the
+same pixels as one over the whole image, so the strips of a pass are computed by as many threads. (Strips through both
+passes would not do: whether Pillow begins with rows or columns depends on the shape.)
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def resize_in_strips(pixels: Pixels, height: int, width: int, num_strips: int) -
 
 
 def rows_first(height: int, width: int, new_height: int, new_width: int) -> bool:
-    """Whether Pillow makes the vertical pass first. Colours are clipped between the passes, so that on hard edges the other order
-    differs by up to 31 of 255."""
+    """Whether Pillow makes the vertical pass first. Colours are clipped between the passes, so that on hard edges the
+    other order differs by up to 31 of 255."""
     return _PILLOW_MAJOR >= 13 and new_height < height and height - new_height > 2 * (width - new_width)
 
 

@@ -1,7 +1,8 @@
 """M-RoPE positions: time, height and width of each token. Plain integers, no torch.
 
-Text advances all three axes together. The tokens of an image share one time and spread over height and width; the frame pairs of
-a video are `time_step` apart. The span behind an image or video starts at the largest position of any of its axes plus one.
+Text advances all three axes together. The tokens of an image share one time and spread over height and width; the frame
+pairs of a video are `time_step` apart. The span behind an image or video starts at the largest position of any of its
+axes plus one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Incremental detokenization that never returns part of a character.
 
-A token may be part of a multi-byte character, and some decoders treat the first token of a text differently. So new text is the
-difference between decoding a short window with and without the new tokens, returned once it is complete.
+A token may be part of a multi-byte character, and some decoders treat the first token of a text differently. So new
+text is the difference between decoding a short window with and without the new tokens, returned once it is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +40,8 @@ class TextStream:
 
     @staticmethod
     def _should_decode(before: int, now: int) -> bool:
-        """Any character is complete within a few tokens. Beyond that the text is invalid: decoding at every doubling of the
-        window keeps the cost per token constant."""
+        """Any character is complete within a few tokens. Beyond that the text is invalid: decoding at every doubling of
+        the window keeps the cost per token constant."""
         return now <= _LONGEST_CHARACTER or now.bit_length() > before.bit_length()
 
     def _new_text(self) -> str:

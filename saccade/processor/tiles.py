@@ -1,11 +1,12 @@
-"""AnyRes: an image as a small picture of the whole and tiles of one size. Integers, and the pixels cut by them; no torch.
+"""AnyRes: an image as a small picture of the whole and tiles of one size. Integers, and the pixels cut by them; no
+torch.
 
     size -> best resolution of a list -> resize within it, pad around it -> tiles
     size -> rows and columns of features that are not padding -> tokens
 
-The rounding is that of LLaVA's published code: a feature at the border of image and padding is kept or dropped as the model was trained,
-and the padding of the pixels (`fitted_size`) is not always that of the features (`unpadded`). A very long strip may keep no row at all.
-Sizes are height, width.
+The rounding is that of LLaVA's published code: a feature at the border of image and padding is kept or dropped as the
+model was trained, and the padding of the pixels (`fitted_size`) is not always that of the features (`unpadded`). A very
+long strip may keep no row at all. Sizes are height, width.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Tiling:
         return unpadded(size, rows * self.patches_per_side, columns * self.patches_per_side)
 
     def cut(self, pixels: Pixels, resize: Resize, into: Pixels) -> None:
-        """Write the patches of an image to `into` [tiles * patches, patch_dim]: the picture of the whole first, then all tiles in
-        reading order."""
+        """Write the patches of an image to `into` [tiles * patches, patch_dim]: the picture of the whole first, then
+        all tiles in reading order."""
         height, width = pixels.shape[:2]
         side = self.patches_per_side
         patches = into.reshape(-1, side, side, 3, self.patch_size, self.patch_size)

@@ -1,12 +1,12 @@
 """Text to token ids and back, with text and control tokens kept apart.
 
-A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only through the chat template or the processor.
-`encode_text` never produces one, whatever the text spells: it uses the vocabulary of `tokenizer.json` without the control tokens,
-which are kept in a table by name.
+A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only through the chat template or the
+processor. `encode_text` never produces one, whatever the text spells: it uses the vocabulary of `tokenizer.json`
+without the control tokens, which are kept in a table by name.
 
-SentencePiece tokenizers write a space before a text: before the first of a prompt alone, or before each one between control tokens,
-as `tokenizer.json` says. So text between two control tokens is encoded once and its tokens are divided by their offsets
-(`encode_parts`); a part that must be encoded separately gets no further space.
+SentencePiece tokenizers write a space before a text: before the first of a prompt alone, or before each one between
+control tokens, as `tokenizer.json` says. So text between two control tokens is encoded once and its tokens are divided
+by their offsets (`encode_parts`); a part that must be encoded separately gets no further space.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Encode adjacent texts as one text and return the tokens of each. `is_first`: no token precedes them.
 
-        A token that spans several texts belongs to the last of them. `cuts` marks texts whose start no token may span; by default each
-        one. If a token would, what is before and after that start is encoded separately.
+        A token that spans several texts belongs to the last of them. `cuts` marks texts whose start no token may span;
+        by default each one. If a token would, what is before and after that start is encoded separately.
         """
         encoder = self._text if is_first else self._after_control
         return self._encode_parts(encoder, texts, [True] * len(texts) if cuts is None else cuts)
@@ -171,8 +171,8 @@ class Tokenizer:
         return text
 
     def _decode_with_bytes(self, ids: Sequence[int]) -> str:
-        """Decode tokens among which are bytes. (The library gives up a whole run of bytes if one of them is invalid, so that text would
-        change when more tokens follow.)"""
+        """Decode tokens among which are bytes. (The library gives up a whole run of bytes if one of them is invalid, so
+        that text would change when more tokens follow.)"""
         pieces: list[str] = []
         for is_bytes, run in groupby(ids, key=self._fallback_bytes.__contains__):
             if is_bytes:

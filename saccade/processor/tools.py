@@ -1,4 +1,5 @@
-"""Tools in a conversation: descriptions of functions that the model may call, its calls, and their arguments, in OpenAI's format.
+"""Tools in a conversation: descriptions of functions that the model may call, its calls, and their arguments, in
+OpenAI's format.
 
     tools=[{"type": "function", "function": {"name": "add", "description": "...", "parameters": {JSON schema}}}]
     {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",

@@ -2,7 +2,8 @@
 
     read file -> check container -> decode -> one frame every 1 / fps seconds -> upright RGB
 
-Only MP4/MOV, WebM/Matroska and AVI are opened, each by its own demuxer: FFmpeg's playlist formats would read other files.
+Only MP4/MOV, WebM/Matroska and AVI are opened, each by its own demuxer: FFmpeg's playlist formats would read other
+files.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def write_quantized(
     source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE, change: Callable[[QuantizationArgs], None] | None = None,
     inputs: QuantizationArgs | None = None,
 ) -> Path:  # fmt: skip
-    """Quantize the folder `source` with a preset of the package, round to nearest, into `out`; its decompressed weights into `out`-plain.
+    """Quantize the folder `source` with a preset of the package, round to nearest, into `out`; its decompressed weights
+    into `out`-plain.
 
     `change`: of the preset's weights, such as another group size. `inputs`: activations other than the preset's.
     """

@@ -244,8 +244,9 @@ class Oracle:
     def following(self, inputs: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
         """The most probable token at each position of a continuation; the continuation itself, if it is the greedy one.
 
-        Two forward passes, where generation would take one per token: the prompt, and the continuation over its KV cache. Random weights may
-        generate a placeholder, which is a token like others there; in one pass `transformers` would want an image for it.
+        Two forward passes, where generation would take one per token: the prompt, and the continuation over its KV
+        cache. Random weights may generate a placeholder, which is a token like others there; in one pass `transformers`
+        would want an image for it.
         """
         self.model.model.rope_deltas = None
         prompt = self.model(**inputs, use_cache=True)

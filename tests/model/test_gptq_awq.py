@@ -1,5 +1,5 @@
-"""Folders in the layouts of AutoGPTQ and AutoAWQ, and with groups in the order of activity: what the packed numbers mean, written here one by one,
-and what is refused."""
+"""Folders in the layouts of AutoGPTQ and AutoAWQ, and with groups in the order of activity: what the packed numbers
+mean, written here one by one, and what is refused."""
 
 import json
 import shutil

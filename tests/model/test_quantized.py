@@ -87,8 +87,8 @@ def test_logits_are_those_of_the_package(folder, source):
 
 
 def test_logits_are_those_of_the_decompressed_weights(folder, inputs):
-    """Up to the rounding of activations: none with four bits, a hundredth with int8; three with fp8, whose mantissa has three bits; a
-    tenth with a static scale that was not calibrated."""
+    """Up to the rounding of activations: none with four bits, a hundredth with int8; three with fp8, whose mantissa has
+    three bits; a tenth with a static scale that was not calibrated."""
     quantized, plain = (load_model(one, device="cpu") for one in (folder, with_decompressed_weights(folder)))
     with torch.no_grad():
         found = error(quantized(inputs), plain(inputs))
