@@ -53,8 +53,8 @@ def _torch_step(shapes: list[tuple[int, ...]]) -> Callable[[], None]:
 
     def run() -> None:
         torch._fused_adamw_(
-            *lists, [], steps, amsgrad=False, maximize=False,
-            lr=SETTINGS.lr, beta1=SETTINGS.beta1, beta2=SETTINGS.beta2, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
+            *lists, [], steps, amsgrad=False, maximize=False, lr=SETTINGS.lr, beta1=SETTINGS.beta1,
+            beta2=SETTINGS.beta2, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
         )  # fmt: skip
 
     return run

@@ -39,8 +39,8 @@ def rows() -> Iterator[Row]:
                     return torch.addmm(y, x @ lora_A[0, 0].T, lora_B[0].T)
 
                 def grouped(
-                    x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B, groups: TokenGroups = groups,
-                    scale: Tensor = scale, sizes: tuple[int, ...] = sizes,
+                    x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B,
+                    groups: TokenGroups = groups, scale: Tensor = scale, sizes: tuple[int, ...] = sizes,
                 ) -> Tensor:  # fmt: skip
                     return through("triton", grouped_lora)(y, x, lora_A, lora_B, scale, groups, sizes)
 

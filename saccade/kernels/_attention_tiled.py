@@ -1,6 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Tiled Triton kernels of packed attention (`attention.py` has the specification, the reference and the choice between
-paths).
+"""Tiled Triton kernels of packed attention; `attention.py` has the specification and the reference.
 
 One program per tile of queries (forward, dQ) or of keys (dK and dV), which loops over tiles of the other side. Forward
 saves out and, per query and head, the base-2 log-sum-exp in fp32. Backward is two kernels: dQ, which also writes delta
@@ -8,7 +7,7 @@ saves out and, per query and head, the base-2 log-sum-exp in fp32. Backward is t
 on the device: see `locate`.
 
 A head dim that is not a power of two is split into two that are (80 = 64 + 16) rather than padded to 128: tiles have
-two chunks of columns, MAIN and TAIL; where TAIL is 0 the second is unused.
+two chunks of columns, MAIN and TAIL. If TAIL is 0, the second is unused.
 
 Names in the kernels: m are queries and n keys of one segment; the `position` of a query is the index of the last key it
 attends to.
@@ -34,8 +33,8 @@ def locate(
     """The segment of a tile, and the index of the tile in that segment. `first` is cu_seqlens[0].
 
     Segment s owns the tiles from (cu_seqlens[s] - first) // BLOCK + s up to those of segment s + 1: always enough for
-    its rows, at most one too many. So a grid of T // BLOCK + num_segments tiles covers any lengths, and the host need
-    not know them.
+    its rows, at most one too many. A grid of T // BLOCK + num_segments tiles thus covers any lengths, which the host
+    need not know.
     """
     low = tile * 0
     high = low + num_segments
@@ -163,7 +162,7 @@ def _keys_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Key range of the queries from `position` on: [begin, full_begin) and [full_end, end) need a mask, the keys between do not."""
+    """Key range of the queries from `position` on: [begin, full_begin) and [full_end, end) need a mask."""
     begin = num_keys * 0
     end = num_keys
     full_end = num_keys
@@ -210,7 +209,7 @@ def _forward_kernel(
     OVERLAP: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
-    """One tile of queries of one head. OVERLAP: the scores of the next keys are computed during the softmax of these."""
+    """One tile of queries of one head. OVERLAP: the scores of the next keys are computed during this softmax."""
     head = tl.program_id(0) % NUM_HEADS
     segment, tile = locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, 0, BLOCK_M)
     q_row, num_queries = span(cu_seqlens_q, segment)
@@ -254,7 +253,7 @@ def _forward_kernel(
             if phase != 1:
                 seen = (keys < num_keys)[None, :] & _attends(positions[:, None], keys[None, :], CAUSAL, WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
-            # p = 2^(scale s - peak); what was summed under the old peak shrinks by 2^(old - new)
+            # p = 2^(scale s - peak); earlier sums shrink by 2^(old peak - new peak)
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
             p = tl.exp2(scores * scale_log2 - new_peak[:, None])
             decay = tl.exp2(peak - new_peak)
@@ -274,7 +273,7 @@ def _forward_kernel(
             if OVERLAP:
                 scores = fresh
 
-    # out = sums / total; lse = log2 sum_s 2^(scale s), +inf for queries without keys, which makes p = 0 in backward
+    # out = sums / total; lse = log2 sum_s 2^(scale s). +inf for queries without keys makes p = 0 in backward.
     divisor = tl.where(total > 0, total, 1.0)
     inverse = (1.0 / divisor)[:, None]
     sums = sums * inverse
@@ -467,8 +466,8 @@ def _key_gradient_kernel(
             low, high = full_end, end
         # One loop over all heads, so that loads are pipelined across heads.
         num_tiles = tl.cdiv(high - low, BLOCK_M)
-        # Loads of the first steps are issued before the loop, also of an empty one. To divide by its zero tiles would
-        # be undefined, and the compiler would take it for granted that there is a step.
+        # Loads of the first steps are issued before the loop, even if it is empty. Dividing by zero tiles would be
+        # undefined, and the compiler would assume that there is a step.
         tiles_per_head = tl.maximum(num_tiles, 1)
         for step in tl.range(0, num_tiles * (GROUP // SPLITS)):
             head = first_head + step // tiles_per_head
@@ -519,7 +518,7 @@ class AttentionTiles(NamedTuple):
     num_stages: int
     """Tiles in flight between memory and the tensor cores."""
     overlap: bool = False
-    """Forward: compute the scores of the next keys during the softmax of these."""
+    """Forward: compute the scores of the next keys during the softmax of the current ones."""
     tma: bool = False
     """Load through TMA (Hopper and later) instead of pointers."""
     max_registers: int | None = None
@@ -527,9 +526,8 @@ class AttentionTiles(NamedTuple):
 
 
 # Keyed by kernel and head dim rounded up to 64, 96, 128 or 256. Those of 96 and 128 are measured
-# (bench/kernels/tune_attention.py, H200, Triton 3.6, 2026-11-15; TFLOP/s as executed): ragged causal text of head dim
-# 128 forward 372, dQ 415, dK and dV 246; full vision attention of head dim 80 forward 399, dQ 488, dK and dV 368. Small
-# tiles win: four warps each keep more in flight. Those of 64 and 256 follow from register counts as compiled for sm_90.
+# (bench/kernels/tune_attention.py, H200): forward of ragged causal text with head dim 128 runs at 372 TFLOP/s, dQ at
+# 415, dK and dV at 246. Those of 64 and 256 follow from register counts as compiled for sm_90.
 CONFIGS: dict[tuple[str, int], AttentionTiles] = {
     ("forward", 64): AttentionTiles(128, 128, 8, 2, overlap=True, tma=True),
     ("forward", 96): AttentionTiles(64, 64, 4, 3, tma=True),
@@ -684,7 +682,7 @@ def key_gradient(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV. If tiles times key heads do not fill the GPU twice, the query heads of a group are split too."""
+    """dK and dV. If tiles times key heads do not fill the GPU twice, the query heads of a group are split as well."""
     (num_keys, num_kv_heads, head_dim), num_segments = k.shape, len(cu_seqlens_k) - 1
     tiles = _tiles("key_gradient", q)
     group = q.shape[1] // num_kv_heads
@@ -756,5 +754,7 @@ def tiled_attention(
     window: int | None,
 ) -> Tensor:
     """`attention` for any mask and any lengths."""
-    out: Tensor = _TiledAttention.apply(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, causal, window)  # type: ignore[no-untyped-call]
+    out: Tensor = _TiledAttention.apply(  # type: ignore[no-untyped-call]
+        q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, causal, window
+    )
     return out

@@ -5,7 +5,7 @@ A vision tower has thousands of such windows. A segment is one tile, so the soft
 backward saves only q, k and v: it recomputes the softmax, and delta = sum_s p dP replaces the saved output. A program
 computes one or several heads of a segment. Memory-bound: 4 tensors of q's size are moved in forward (576 windows of 64
 tokens, 16 heads of 80, bf16: 377 MB, 0.09 ms at 4.2 TB/s), 7 in backward (661 MB, 0.16 ms). `rotated_window_attention`
-applies RoPE to q and k as it loads them, without gradients: a launch of its own would move 4 tensors more.
+applies RoPE to q and k as it loads them, without gradients: a separate launch would move 4 more tensors.
 """
 
 from typing import Any, NamedTuple
@@ -82,10 +82,10 @@ def _forward_kernel(
 
 @triton.jit
 def _load_rotated(
-    x: tl.tensor, row: tl.tensor, is_inside: tl.tensor, stride: tl.tensor, column: tl.tensor, cos: tl.tensor, sin: tl.tensor,
-    F: tl.constexpr, BLOCK: tl.constexpr, BLOCK_F: tl.constexpr,
+    x: tl.tensor, row: tl.tensor, is_inside: tl.tensor, stride: tl.tensor, column: tl.tensor, cos: tl.tensor,
+    sin: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, BLOCK_F: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The halves of a head of one segment, rotated as by `rope` and rounded to x's dtype: [BLOCK, BLOCK_F] each, zeros past F channels."""
+    """The halves of a head of one segment, rotated as by `rope`: [BLOCK, BLOCK_F] each in x's dtype, zeros past F."""
     pointers = x + row.to(tl.int64) * stride + column + tl.arange(0, BLOCK)[:, None] * stride
     pointers += tl.arange(0, BLOCK_F)[None, :]
     first = tl.load(pointers, mask=is_inside, other=0.0).to(tl.float32)
@@ -117,7 +117,7 @@ def _rotated_kernel(
     BLOCK: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ) -> None:
-    """HEADS heads of one segment, whose angles are loaded once. Scores are the sum over the two halves of a head."""
+    """HEADS heads of one segment; angles are loaded once. Scores are the sum over the two halves of a head."""
     first_head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
     row, num_tokens = span(cu_seqlens, tl.program_id(0) // (NUM_HEADS // HEADS))
     if num_tokens == 0:
@@ -166,7 +166,7 @@ def _backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """dQ, dK and dV of HEADS heads of one segment. The softmax is recomputed, and delta = sum_s p dP needs no saved output."""
+    """dQ, dK and dV of HEADS heads of one segment. The softmax is recomputed; delta = sum_s p dP."""
     first_head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
     segment = tl.program_id(0) // (NUM_HEADS // HEADS)
     q_row, num_queries = span(cu_seqlens_q, segment)
@@ -205,11 +205,11 @@ class WindowTiles(NamedTuple):
     num_warps: int
     """For a tile of 64; smaller tiles use proportionally fewer."""
     num_stages: int
-    """2 loads the next head while this one is computed."""
+    """2: the next head is loaded while this one is computed."""
 
 
-# Rotated, H200, 16 heads of 80, bf16: 1024, 2304 and 4992 patches take 9.2, 14.7 and 28.6 us, rope and then the window
-# kernel 10.4, 16.8 and 32.7; two heads per program 10.7, 18.6 and 31.0.
+# Rotated, H200, 16 heads of 80, bf16: 2304 patches take 14.7 us, with a separate rope 16.8, with two heads per program
+# 18.6.
 CONFIGS: dict[str, WindowTiles] = {
     "forward": WindowTiles(heads=1, num_warps=4, num_stages=1),
     "rotated": WindowTiles(heads=1, num_warps=4, num_stages=2),
@@ -265,7 +265,7 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def can_window(q_THK: Tensor, k_SGK: Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool) -> bool:
-    """Whether every segment fits in one tile, unmasked, with one key head per query head, and four tiles fit in shared memory."""
+    """Whether segments are unmasked and fit in one tile each, heads are not grouped, and tiles fit in shared memory."""
     is_small = max(max_seqlen_q, max_seqlen_k) <= 64 and q_THK.shape[2] <= 128
     return can_tile(q_THK) and is_small and not causal and q_THK.shape[1] == k_SGK.shape[1]
 
@@ -279,7 +279,7 @@ def window_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Tensor:
-    """`attention` where `can_window`."""
+    """`attention`, if `can_window`."""
     out: Tensor = _WindowAttention.apply(  # type: ignore[no-untyped-call]
         q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
@@ -289,7 +289,7 @@ def window_attention(
 def rotated_window_attention(
     q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, table: CosSin, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
-    """`rope`, then `attention` of a segment to itself, where `can_window`. No gradients."""
+    """`rope`, then `attention` of a segment to itself, if `can_window`. No gradients."""
     q, k, v, out = rows_of(q_THK), rows_of(k_THK), rows_of(v_THK), q_THK.new_empty(q_THK.shape)
     cos, sin = (part.contiguous() for part in table)
     settings = _settings("rotated", q, max_seqlen, max_seqlen)

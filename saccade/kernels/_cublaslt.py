@@ -1,11 +1,10 @@
 """Matrix products by cuBLASLt without a workspace, through the library that torch has loaded: see `linear.py`.
 
-torch gives cuBLAS a workspace, with which its heuristics choose kernels that count their tiles in memory: each takes a
-memset before it, 2 us of a CUDA graph. Without one they choose kernels of the same speed that need none. torch takes
-the size of its workspace for a whole process, and few tokens need it (their inputs are split over programs), so these
-products are launched here.
+torch gives cuBLAS a workspace. With it, cuBLAS's heuristics choose kernels that count their tiles in memory: each needs
+a memset before it, 2 us of a CUDA graph. Without it they choose kernels of the same speed that need none. torch has one
+workspace size for the whole process, and products of few tokens need it, so those of many are launched here.
 
-Matrices are stored by rows, which cuBLASLt takes for the columns of their transposes: out' [N, T] = W x' with W given
+Matrices are stored by rows, which cuBLASLt reads as the columns of their transposes: out' [N, T] = W x', with W given
 as [D, N], transposed.
 """
 
@@ -30,13 +29,13 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 """cublasLtMatmulDescAttributes_t."""
 _EPILOGUE_BIAS = 4
 _MAX_WORKSPACE, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
-"""cublasLtMatmulPreferenceAttributes_t: bytes of workspace, and those of alignment of the four matrices."""
+"""cublasLtMatmulPreferenceAttributes_t: bytes of workspace and of alignment of the four matrices."""
 ALIGNMENT = 16
-"""Bytes at multiples of which matrices and their rows begin."""
+"""Matrices and their rows begin at multiples of this many bytes."""
 
 _BEST_ALIGNMENT = 256
 _MAX_SHAPES = 4096
-"""Shapes whose descriptions are kept, for the life of the process; torch computes those beyond."""
+"""Shapes whose descriptions are kept, for the life of the process; torch computes further ones."""
 
 Key = tuple[int, int, int, int, torch.dtype, bool, int]
 """Tokens, outputs, inputs, row stride of x, dtype, whether there is a bias, alignment of the matrices in bytes."""
@@ -95,7 +94,7 @@ class _Product:
 
 
 class CublasLt:
-    """The library on one device. Descriptions are kept by shape: those of a model and its captured sizes are some hundred."""
+    """The library on one device. Descriptions are kept by shape: a model with its captured sizes has some hundred."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -160,7 +159,7 @@ def _check(status: int) -> None:
 
 
 def _loaded_library() -> Any:
-    """The cuBLASLt that this process has loaded, with torch. None: there is none, or it cannot be found."""
+    """The cuBLASLt that torch has loaded into this process. None: it is not found."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if torch.version.cuda is not None and maps.exists() else []
     paths = sorted({line.split(maxsplit=5)[5] for line in lines if "libcublasLt.so" in line})
@@ -169,7 +168,7 @@ def _loaded_library() -> Any:
 
 @functools.cache
 def cublaslt(device: torch.device) -> CublasLt | None:
-    """The library on a GPU. None: torch's own products are used. Not before torch has computed one, which loads the library."""
+    """The library on a GPU. None: torch's own products are used. A product of torch loads the library first."""
     try:
         with torch.cuda.device(device):
             torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)

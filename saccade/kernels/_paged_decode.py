@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Decode over pages with equal work for every program: see `paged_attention.py`, which has the legend."""
+"""Decode over pages with equal work for every program. Legend: see `paged_attention.py`."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ def _plan_kernel(
     BLOCK_P: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Where the ranges of BLOCK_P decode programs begin: see `plan_decode`. Every program adds up all tiles itself."""
+    """The beginnings of the ranges of BLOCK_P decode programs, see `plan_decode`. Every program adds up all tiles."""
     r = tl.arange(0, BLOCK_R)
     is_request = r < num_requests
     num_new = tl.load(cu_seqlens_q + r + 1, mask=is_request, other=0) - tl.load(
@@ -38,9 +38,8 @@ def _plan_kernel(
     ends = tl.cumsum(num_tiles, 0)
     total = tl.sum(num_tiles, 0)
     per_program = tl.maximum(tl.cdiv(total, NUM_PROGRAMS), MIN_TILES)
-    # A range begins in the request after those that end before it; past the last tile it is empty, and begins behind
-    # the last request that has tiles: the program before it would otherwise read the lengths of all padding, one after
-    # another.
+    # A range begins in the request after those that end before it. Past the last tile a range is empty and begins after
+    # the last request with tiles: otherwise the previous program would read the lengths of all padding.
     num_used = tl.max(tl.where(num_tiles > 0, r + 1, 0), 0)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.minimum(p * per_program, total)
@@ -67,7 +66,7 @@ def _prefetch_tile(
     PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Read keys and values n of a request of this length into L2."""
+    """Prefetch keys and values n of a request of this length into L2."""
     if length > 0:
         n = tl.minimum(n, length - 1)
         page = tl.load(table_row + n // PAGE).to(tl.int64)
@@ -80,7 +79,7 @@ def _prefetch_tile(
 
 @triton.jit
 def _prefetch(address: tl.tensor) -> None:
-    """Read the cache lines at these addresses into L2."""
+    """Prefetch the cache lines at these addresses into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -90,7 +89,10 @@ def _prefetch(address: tl.tensor) -> None:
 def _rotated(
     x: tl.tensor, at: tl.tensor, d: tl.tensor, mask: tl.tensor, cos: tl.tensor, sin: tl.tensor, F: tl.constexpr
 ) -> tl.tensor:
-    """Heads at `at`, channels d, with RoPE: x cos + the other channel of the pair sin, where sin is negative in the first half."""
+    """Heads at `at`, channels d, with RoPE: x cos + y sin, y the other channel of the pair.
+
+    sin is negative in the first half.
+    """
     own = tl.load(x + at + d, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(x + at + tl.where(d < F, d + F, d - F), mask=mask, other=0.0).to(tl.float32)
     return (own * cos + other * sin).to(x.dtype.element_ty)
@@ -142,23 +144,23 @@ def _decode_kernel(
     BLOCK_K: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     STORES: tl.constexpr,
-    BESIDE_PREFILL: tl.constexpr,
+    WITH_PREFILL: tl.constexpr,
     OVERLAP: tl.constexpr,
     LARGEST: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
     """One program: a range of tiles of consecutive requests, for the RATIO heads that share a key head.
 
-    A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each.
-    With a WINDOW the tiles of a request begin with the one that has the first key in it. STORES: queries and new keys
-    are rotated here, and the program that has the last tile of a request stores its new key and value. BESIDE_PREFILL:
-    it does not wait for the prefill kernel before it, which lets it start when all keys are written, and shares nothing
-    else with it; but it does not end before it.
+    A request whose tiles are all in the range is finished here; the first and the last request may leave partial
+    results. With a WINDOW the tiles of a request begin with the tile of the first key in it. STORES: queries and new
+    keys are rotated here, and the program with the last tile of a request stores its new key and value. WITH_PREFILL:
+    this kernel runs concurrently with the prefill kernel, which lets it start when all keys are written; it ends after
+    it.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    # Ranges, lengths and page numbers are read before the wait: they were written at the start of the step, by kernels
-    # that let nothing start early.
+    # Ranges, lengths and page numbers are read before the wait: kernels at the start of the step wrote them, and no
+    # other kernel starts before those have ended.
     program = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     first_request = tl.load(ranges + 2 * program)
@@ -179,10 +181,11 @@ def _decode_kernel(
         if WINDOW is not None:
             first_key += tl.maximum(first_length - 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         _prefetch_tile(
-            key_pages + kv_head * head_stride, value_pages + kv_head * head_stride, page_table + first_row * table_stride,
-            first_key + n, first_length, page_stride, token_stride, PAGE, BLOCK_K,
+            key_pages + kv_head * head_stride, value_pages + kv_head * head_stride,
+            page_table + first_row * table_stride, first_key + n, first_length, page_stride, token_stride, PAGE,
+            BLOCK_K,
         )  # fmt: skip
-    if OVERLAP and not BESIDE_PREFILL:
+    if OVERLAP and not WITH_PREFILL:
         tl.extra.cuda.gdc_wait()
 
     head = kv_head * RATIO + m
@@ -237,8 +240,8 @@ def _decode_kernel(
             last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
             for tile in range(window_key + begin * BLOCK_N, end_key, BLOCK_N):
                 best, total, acc = attend_tile(
-                    q_block, keys, values, scales_k, scales_v, page_table + row * table_stride, tile + n, last_key, end_key,
-                    in_head, best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+                    q_block, keys, values, scales_k, scales_v, page_table + row * table_stride, tile + n, last_key,
+                    end_key, in_head, best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
                     PAGE, K, BLOCK_K, LARGEST, MASKED=True, WINDOW=WINDOW,
                 )  # fmt: skip
             divisor = total * LARGEST if LARGEST > 0 else total
@@ -250,7 +253,7 @@ def _decode_kernel(
                 partial = (2 * program + (request != first_request).to(tl.int32)).to(tl.int64) * H + head
                 tl.store(partial_lse + partial, best + tl.log2(total), mask=in_block)
                 tl.store(partial_out + partial[:, None] * K + d[None, :], acc, mask=in_rows)
-    if OVERLAP and BESIDE_PREFILL and (program + tl.program_id(1) == 0):
+    if OVERLAP and WITH_PREFILL and (program + tl.program_id(1) == 0):
         tl.extra.cuda.gdc_wait()
 
 
@@ -280,9 +283,8 @@ def _combine_decode_kernel(
     first = begin // per_program
     last = (end - 1) // per_program
     is_complete = (next_token <= token) | ((end > begin) & (first == last))  # padding, or one program had it whole
-    # What is read above was written at the start of the step, by kernels that let nothing start early. One program of a
-    # request waits even if it has nothing to do: what follows reads the rows of decode, and waits for the end of this
-    # kernel. The others make room.
+    # The values above were written at the start of the step, by kernels that no other one overlaps. One program of a
+    # request waits even without work: the next kernel reads the rows of decode and waits for the end of this one.
     if OVERLAP and ((not is_complete) | (tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
     if is_complete:
@@ -297,7 +299,7 @@ def _combine_decode_kernel(
     count = tl.where(end > begin, last + 1 - first, 0)
     for split in range(0, count, BLOCK_S):
         program = first + split + s
-        # In its first program the request may come second, after the end of another one.
+        # In its first program another request may come before it.
         is_second = (program == first) & (begin > first * per_program)
         rows = (2 * program + is_second.to(tl.int32)).to(tl.int64)[:, None] * H + h[None, :]
         in_partials = (split + s < count)[:, None] & (h < H)[None, :]
@@ -320,12 +322,12 @@ class DecodeTiles(NamedTuple):
     num_stages: int
     """Steps in flight. The page number is loaded before the page, so the keys get (num_stages - 1) // 2 of them."""
     programs_per_sm: int = 4
-    """All run concurrently: one more would run alone at the end."""
+    """Programs that run concurrently: a further one would run alone at the end."""
     min_keys: int = 32
-    """Fewest keys of a range."""
+    """Minimum number of keys of a range."""
 
 
-# (head dim, bytes per cached channel) -> tiles. In 8 bits the conversion decides. Not measured but for head dim 128.
+# (head dim, bytes per cached channel) -> tiles. In 8 bits the conversion decides. Measured for head dim 128 only.
 _DECODE_TILES = {
     (64, 1): DecodeTiles(64, 4, 5),
     (64, 2): DecodeTiles(64, 2, 5),
@@ -337,19 +339,18 @@ _DECODE_TILES = {
     (256, 2): DecodeTiles(32, 4, 3),
     (256, 4): DecodeTiles(16, 4, 3),
 }
-# The same for few and for many requests. H200, head dim 128, bf16, from a graph (bench/kernels/tune_serving.py), us
-# with n32 w4 st5, n16 w2 st7 and n64 w2 st3: 1 x 600 6.2, 7.0, 7.1; 16 x 700 12.0, 13.7, 12.7; 64 x 700 29.2, 20.9,
-# 29.1; 256 x 1024 90.5, 76.1, 69.4; 140 x 100..2000 62.6, 51.9, 51.8 (with equal splits per request instead of equal
-# ranges: 91.0).
+# Tiles for few and for many requests, measured on an H200, head dim 128, bf16 (bench/kernels/tune_serving.py): 16
+# requests of 700 keys take 12.0 us, 256 of 1024 69.4; equal splits per request instead of equal ranges take 1.7 times
+# as long for mixed lengths.
 _FEW_REQUESTS, _MANY_REQUESTS = 16, 96
 MAX_STORING_REQUESTS = 8
-"""Up to so many requests decode stores its own tokens: a step of 1 / 4 requests takes 1.99 / 2.64 ms instead of 2.03 / 2.68, of 16 3.01 instead of 2.96."""
+"""Maximum number of requests for which decode stores its own tokens: a step of 4 takes 2.64 ms instead of 2.68."""
 _FEW_TILES = {(128, 2): DecodeTiles(32, 4, 5)}
 _MANY_TILES = {(128, 2): DecodeTiles(64, 2, 3)}
 
 
 def decode_tiles(head_dim: int, cache_bytes: int, num_requests: int) -> DecodeTiles:
-    """Tiles for a head dim, the bytes of a cached channel and up to so many requests."""
+    """Tiles for a head dim, the bytes of a cached channel and a maximum number of requests."""
     key = max(64, triton.next_power_of_2(head_dim)), cache_bytes
     if num_requests <= _FEW_REQUESTS:
         return _FEW_TILES.get(key, _DECODE_TILES[key])
@@ -357,7 +358,7 @@ def decode_tiles(head_dim: int, cache_bytes: int, num_requests: int) -> DecodeTi
 
 
 class DecodePlan(NamedTuple):
-    """How decode divides its work: the same for all layers of a step."""
+    """The division of decode's work, the same for all layers of a step."""
 
     ranges: Tensor
     """[programs + 1, 2] int32: request and tile where the range of each program begins."""
@@ -366,7 +367,7 @@ class DecodePlan(NamedTuple):
     tiles: DecodeTiles
     num_decode: int
     window: int | None = None
-    """Keys to the left of a token that it attends to; None: all."""
+    """Earlier keys that a token attends to; None: all."""
 
 
 def plan_decode(
@@ -378,7 +379,7 @@ def plan_decode(
     tiles: DecodeTiles | None = None,
     window: int | None = None,
 ) -> DecodePlan:
-    """Divide the keys of the first `num_decode` requests into equal ranges. Reads lengths on the device, once for all layers."""
+    """Divide the keys of the first `num_decode` requests into equal ranges, on the device, once for all layers."""
     _, G, _, K = key_pages_NGPK.shape
     tiles = tiles or decode_tiles(K, key_pages_NGPK.element_size(), num_decode)
     num_programs = max(1, launch.num_sms(cu_seqlens_q.device) * tiles.programs_per_sm // G)
@@ -402,11 +403,12 @@ def decode(
     plan: DecodePlan,
     new: NewTokens | None = None,
     *,
-    beside_prefill: bool = False,
+    with_prefill: bool = False,
 ) -> None:
     """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first.
-    `beside_prefill`: the kernel launched before is `prefill` of the other requests, without splits, and the two may run
-    at once."""
+
+    `with_prefill`: the previous launch is `prefill` of the other requests, without splits; the two run concurrently.
+    """
     (_, H, K), (num_pages, G, page_size, _) = q_THK.shape, pages.keys.shape
     num_programs, ratio = len(plan.ranges) - 1, H // G
     partial_out = q_THK.new_empty((2 * num_programs, H, K), dtype=torch.float32)
@@ -415,15 +417,15 @@ def decode(
     block_k = triton.next_power_of_2(K)
     k, v, angles, slots = (q_THK, q_THK, (q_THK, q_THK), q_THK) if new is None else new  # not read without `new`
     _decode_kernel[num_programs, G](
-        q_THK, k, v, *angles, slots, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK, partial_out,
-        partial_lse, K**-0.5 * LOG2_E, num_pages * page_size, *q_THK.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        angles[0].stride(0), *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
-        BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, STORES=new is not None, BESIDE_PREFILL=beside_prefill, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
-        num_stages=plan.tiles.num_stages, **overlaps,
+        q_THK, k, v, *angles, slots, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK,
+        partial_out, partial_lse, K**-0.5 * LOG2_E, num_pages * page_size, *q_THK.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], angles[0].stride(0), *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K,
+        PAGE=page_size, BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
+        HAS_ROWS=pages.rows is not None, STORES=new is not None, WITH_PREFILL=with_prefill, LARGEST=pages.largest,
+        WINDOW=plan.window, num_warps=plan.tiles.num_warps, num_stages=plan.tiles.num_stages, **overlaps,
     )  # fmt: skip
-    # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few
-    # requests have many partial results each; of many requests most have none, unless most of them are padding.
+    # A program reads all partial results of its rows at once: a loop would wait for memory in every pass. Few requests
+    # have many partial results each; of many requests most have none, unless most of them are padding.
     block_h, block_s, block_d = 1, 16 if plan.num_decode > _MANY_REQUESTS else 32, block_k
     if plan.num_decode <= _FEW_REQUESTS:
         block_s, block_d = 128 if plan.num_decode <= 4 else 32, min(block_k, 32)

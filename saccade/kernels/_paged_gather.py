@@ -1,9 +1,8 @@
-"""Paged attention on a CPU: gather the pages of the requests, then attend with torch's SDPA. Legend: see
-`paged_attention.py`.
+"""Paged attention on a CPU: gather the pages of the requests, then attend with torch's SDPA.
 
-Where the tokens of a step are stored, which pages they read, and masks are the same in every layer: `plan_gather`
-computes them once. A layer is then a dozen operations, whatever the number of decoding requests; found again in every
-layer they cost a quarter of a decode step of 8 requests.
+Legend: see `paged_attention.py`. Slots, pages and masks are the same in every layer of a step: `plan_gather` computes
+them once. A layer is then a dozen operations for any number of decode requests; computed in every layer they would take
+a quarter of a decode step of 8 requests.
 """
 
 from itertools import pairwise
@@ -42,14 +41,14 @@ class _Prefill(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """What the layers of a step share."""
+    """Slots, pages, masks and angles, the same for all layers of a step."""
 
     angles: CosSin
-    """Of whole heads, see `rope.whole_heads`."""
+    """Angles of whole heads, see `rope.whole_heads`."""
     rows: Tensor
-    """[stored tokens * G]: where keys and values go, in pages viewed as [N * G * P, K]."""
+    """[stored tokens * G]: slots of keys and values, in pages viewed as [N * G * P, K]."""
     stored: Tensor | None
-    """[stored tokens]: tokens that have a slot. None: all."""
+    """[stored tokens]: tokens with a slot. None: all."""
     decode: _Decode | None
     prefill: tuple[_Prefill, ...]
 
@@ -67,7 +66,9 @@ def plan_gather(
     window: int | None = None,
 ) -> GatherPlan:
     """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens.
-    `window`: keys to the left of a token that it attends to."""
+
+    `window`: earlier keys that a token attends to.
+    """
     stored = None
     if len(slots_T) and not 0 <= int(slots_T.min()) <= int(slots_T.max()) < num_slots:
         stored = ((slots_T >= 0) & (slots_T < num_slots)).nonzero().squeeze(1)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Prefill over pages, and chunks of any number of tokens: see `paged_attention.py`, which has the legend."""
+"""Prefill over pages, of chunks of any number of tokens. Legend: see `paged_attention.py`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +16,10 @@ from saccade.kernels.launch import tl, triton
 def _locate(
     cu_seqlens: tl.tensor, num_requests: tl.tensor, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Request and block of this program, as `locate` of the packed kernels. It reads the lengths of all requests at
-    once: a search would wait for memory at every step."""
+    """Request and block of this program, like `locate` of the packed kernels.
+
+    It reads the lengths of all requests at once: a search would wait for memory at every step.
+    """
     r = tl.arange(0, BLOCK_R)
     starts = tl.load(cu_seqlens + r, mask=r < num_requests, other=2**30)
     first_blocks = (starts - tl.min(starts, 0)) // BLOCK + r
@@ -73,8 +75,8 @@ def _attend_kernel(
     `_combine_kernel`. OVERLAP: it starts early, and lets the next kernel do so. LARGEST: see QUANTIZED_MAX, 0 for a
     cache in q's own dtype.
     """
-    # Lengths are read before the wait: they were written at the start of the step, and ordinary kernels, which let
-    # nothing start early, are between.
+    # Lengths are read before the wait: they were written at the start of the step, and kernels that no other one
+    # overlaps have run since.
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     request, block = _locate(cu_seqlens_q, num_requests, BLOCK_Q, BLOCK_R)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -86,11 +88,11 @@ def _attend_kernel(
     if HAS_ROWS:
         row = tl.load(table_rows + request).to(tl.int64)
     first_query = (tl.cdiv(num_queries, BLOCK_Q) - 1 - block) * BLOCK_Q  # the last ones, which see the most keys, first
-    # One program waits even if it has nothing to do: what follows reads what is before this kernel too, and waits for
-    # its end.
+    # One program waits even without work: the next kernel also reads results of earlier kernels, and waits for the end
+    # of this one.
     if OVERLAP and ((first_query >= 0) | (tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
-    if OVERLAP:  # not before the wait: what starts now may read what the kernels before this one wrote
+    if OVERLAP:  # after the wait: the next kernel may read what earlier kernels wrote
         tl.extra.cuda.gdc_launch_dependents()
     if first_query < 0:
         return
@@ -104,8 +106,8 @@ def _attend_kernel(
     in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
     in_head = d < K
 
-    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out
-    # evenly among as many splits as find min_split keys each.
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are divided
+    # evenly among as many splits as get min_split keys each.
     last_key = length - num_queries + query
     visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
     begin_tile = 0
@@ -133,12 +135,11 @@ def _attend_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's
-    # end.
+    # Keys visible to every row come first, without a mask; then those past the last key of a row or of the request.
     all_see = tl.minimum(end_key, length - num_queries + first_query + 1)
     first_masked = first_key + tl.maximum(all_see - first_key, 0) // BLOCK_N * BLOCK_N
     first_full = first_key
-    if WINDOW is not None:  # and before them those that the window of some row has left
+    if WINDOW is not None:  # keys before them are outside the window of some rows
         in_all_windows = length - num_queries + first_query + BLOCK_Q - 1 - WINDOW
         first_full += tl.cdiv(tl.maximum(in_all_windows - first_key, 0), BLOCK_N) * BLOCK_N
         first_full = tl.minimum(first_full, first_masked)
@@ -221,25 +222,23 @@ class Schedule:
     num_stages: int
     """Steps in flight."""
     num_splits: int
-    """Most programs one request's keys are shared among."""
+    """Maximum number of programs among which the keys of one request are divided."""
     min_split: int
-    """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
+    """Minimum number of keys of a split; short requests use fewer splits than the grid has."""
 
 
 class PrefillTiles(NamedTuple):
     """Tiles for many queries per request."""
 
     block_m: int
-    """At most so many rows."""
+    """The same tiles with at most this many rows."""
     block_n: int
     num_warps: int
     num_stages: int
 
 
 # (head dim, bytes per cached channel) -> tiles. Bound by the matrix unit, so larger tiles and fewer stages than decode.
-# Measured for head dim 128 in bf16 (H200, from a graph, us a layer): 500 new tokens, 4 x 500, 6 x 640, 900 over 1800,
-# 2048 over 4096 take 15.1, 26.7, 52.5, 43.3, 147 with 64 rows, and 16.6, 30.0, 60.8, 48.9, 170 with 128 rows, 8 warps
-# and 3 stages.
+# Measured for head dim 128 in bf16 on an H200: 4 x 500 new tokens take 26.7 us a layer with 64 rows, 30.0 with 128.
 _PREFILL_TILES = {
     (64, 1): PrefillTiles(128, 64, 4, 3),
     (64, 2): PrefillTiles(128, 64, 4, 3),
@@ -252,10 +251,10 @@ _PREFILL_TILES = {
     (256, 4): PrefillTiles(128, 16, 8, 2),
 }
 _MIN_BLOCK_R = 32
-"""Requests whose lengths are read at once: few sizes, so that few kernels are compiled."""
+"""Numbers of requests whose lengths are read at once: few, so that few kernels are compiled."""
 _MAX_SPLITS = 64
 _MIN_SPLIT = 2048
-"""Keys: partial results are as many as the queries. H200, 256 new tokens: 11 us a layer in one piece, 24 in three."""
+"""Keys of a split: its partial results are as large as the queries. 256 new tokens take 11 us unsplit, 24 in three."""
 
 
 def schedule_prefill(
@@ -286,7 +285,7 @@ def prefill(
     q_THK: Tensor, pages: Pages, cu_seqlens_q: Tensor, context_lengths_R: Tensor, out_THK: Tensor, schedule: Schedule,
     window: int | None = None,
 ) -> None:  # fmt: skip
-    """Write the rows of all new tokens, as `schedule` says. Where keys are split, it also writes zeros into rows of no request."""
+    """Write the rows of all new tokens, as `schedule` says. If keys are split, rows of no request become zeros."""
     num_tokens, H, K = q_THK.shape
     num_requests, (_, G, page_size, _) = len(context_lengths_R), pages.keys.shape
     splits = schedule.num_splits
@@ -299,14 +298,15 @@ def prefill(
     overlaps = launch.overlap_options(q_THK.device)
     block_k = triton.next_power_of_2(K)
     _attend_kernel[grid](
-        q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, out_THK, partial_out, partial_lse, num_requests, splits,
-        schedule.min_split, K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides,
-        H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=block_k,
-        BLOCK_R=max(_MIN_BLOCK_R, triton.next_power_of_2(num_requests)), HAS_ROWS=pages.rows is not None, SPLIT=splits > 1,
-        LARGEST=pages.largest, WINDOW=window, num_warps=schedule.num_warps, num_stages=schedule.num_stages, **overlaps,
+        q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, out_THK, partial_out, partial_lse, num_requests,
+        splits, schedule.min_split, K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides, H=H,
+        RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=block_k,
+        BLOCK_R=max(_MIN_BLOCK_R, triton.next_power_of_2(num_requests)), HAS_ROWS=pages.rows is not None,
+        SPLIT=splits > 1, LARGEST=pages.largest, WINDOW=window, num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages, **overlaps,
     )  # fmt: skip
     if splits > 1:
-        # Few rows with many splits: fewer channels per program, so that more programs share them. All loads at once.
+        # Few rows with many splits: a program has fewer channels, so that there are more programs. All loads at once.
         block_s = triton.next_power_of_2(splits)
         block_d = min(block_k, max(32, 4096 // block_s))
         _combine_kernel[num_tokens * H, triton.cdiv(K, block_d)](

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-decorators
-"""What decode and prefill over pages share: one tile of keys, and the sum of partial results. Legend: see `paged_attention.py`."""
+"""Decode and prefill over pages share one tile of keys and the sum of partial results.
+
+Legend: see `paged_attention.py`.
+"""
 
 from typing import NamedTuple
 
@@ -23,11 +26,11 @@ class NewTokens(NamedTuple):
     """[T, G, K]"""
     angles: CosSin
     slots: Tensor
-    """[T]: where each is stored; outside of the cache: nowhere."""
+    """[T]: the slot of each token; it is not stored if the slot is outside of the cache."""
 
 
 class Pages(NamedTuple):
-    """The cache of one layer, and where requests find their pages."""
+    """The cache of one layer, and the page table."""
 
     keys: Tensor
     """[N, G, P, K]"""
@@ -44,12 +47,12 @@ class Pages(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest value of a compressed cache, 0 for one in q's own dtype."""
+        """The largest value of a compressed cache, 0 for a cache in q's own dtype."""
         return QUANTIZED_MAX.get(self.keys.dtype, 0.0)
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Arguments of a kernel, in order; where there are no scales or rows, something that is not read."""
+        """Arguments of a kernel, in order. A tensor that is not read replaces missing scales or rows."""
         keys, values, key_scales, value_scales, table, rows = self
         scales = keys if key_scales is None else key_scales, values if value_scales is None else value_scales
         return keys, values, *scales, table, table if rows is None else rows
@@ -63,10 +66,10 @@ class Pages(NamedTuple):
 
 @triton.jit
 def scaled_queries(q_block: tl.tensor, scale_log2: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Queries for a quantized cache, which is converted to fp16: lossless for 8-bit formats, and one instruction for
-    fp8.
+    """Queries for a quantized cache, which is converted to fp16.
 
-    Scores are in base 2; q is scaled down first and cannot overflow. (fp32 queries stay fp32.)
+    The conversion is lossless for 8-bit formats, and one instruction for fp8. Scores are in base 2; q is scaled down
+    first and cannot overflow. (fp32 queries stay fp32.)
     """
     if LARGEST > 0:
         dtype: tl.constexpr = tl.float32 if q_block.dtype == tl.float32 else tl.float16
@@ -140,8 +143,7 @@ def attend_tile(
     total = total * correction + tl.sum(p, 1)
     acc *= correction[:, None]
     if LARGEST > 0:
-        # Times LARGEST (taken back at the end): the row's largest channel, where the bare scale could underflow in
-        # fp16.
+        # Times LARGEST, which is divided out at the end: the scale alone could underflow in fp16.
         p *= tl.load(scales_v + scale_rows, mask=in_context, other=0.0)[None, :] * LARGEST
     acc = tl.dot(p.to(q_block.dtype), v.to(q_block.dtype), acc, input_precision="ieee")
     return new_best, total, acc
@@ -153,10 +155,10 @@ def add_partials(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add [splits, rows, d] partial results, each weighted by its share of the softmax's sum.
 
-    An unused split has lse -inf; its result was never written, may be NaN, and gets weight zero. It is read anyway:
-    skipping it would mean waiting for lse first.
+    An unused split has lse -inf; its result was never written, may be NaN, and gets weight zero. It is read all the
+    same: skipping it would have to wait for lse.
     """
-    # weight = 2^(lse - best'),  total' = total 2^(best - best') + sum weight,  acc' = acc 2^(best - best') + weight parts
+    # weight = 2^(lse - best'), total' = total 2^(best - best') + sum weight, acc' = acc 2^(best - best') + weight parts
     new_best = tl.maximum(best, tl.max(lse, 0))
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     weight = tl.exp2(lse - shift[None, :])

@@ -16,8 +16,8 @@ has the same blocks as the whole one. With codes c:
 
     m = scale * sign(c) (c / 127)^2,  c in -127..127      v = scale * 2^((c - 255) / 8),  c in 1..255; 0 for c = 0
 
-so steps of m are 1.6 % of the largest and grow finer towards zero, and v keeps 9 % steps over 32 octaves: a small v
-next to a large one survives, and is rounded up, never to 0, below that. Both are rounded stochastically (the noise is a
+Steps of m are 1.6 % of the largest and become finer towards zero. v has steps of 9 % over 32 octaves: a small v next to
+a large one survives; below that range it is rounded up, never to 0. Both are rounded stochastically (the noise is a
 hash of element and step): rounding to nearest would lose every change smaller than half a step, that is most changes of
 v. After hundreds of steps with beta2 = 0.95, sqrt(v) has the right mean and is within 10 % for eight elements of ten.
 
@@ -42,7 +42,7 @@ from saccade.kernels.launch import tl, triton
 BLOCK_SIZE = 256
 """Elements of a row that share a scale in 8 bits."""
 _TINY = 1e-37
-"""A block whose largest value is below this holds zeros: ratios of denormal numbers are not to be trusted."""
+"""A block whose largest value is below this holds zeros: ratios of denormal numbers are inaccurate."""
 
 
 class Settings(NamedTuple):
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     eps: float
     weight_decay: float
     step: int
-    """Counted from 1."""
+    """The number of this step, from 1."""
     grad_scale: float = 1.0
     """Gradients are multiplied by it."""
 
@@ -102,7 +102,7 @@ def adamw8bit_reference(
     parameters: Sequence[Tensor] | None,
     settings: Settings,
 ) -> None:
-    """The same with the moments decoded and encoded; the update uses them before rounding."""
+    """`adamw_reference` with the moments decoded and encoded; the update uses them before rounding."""
     for i, (gradient, master, m8, v8) in enumerate(zip(gradients, masters, first, second, strict=True)):
         m, v = decode_first(m8), decode_second(v8)
         parameter = None if parameters is None else [parameters[i]]
@@ -227,10 +227,10 @@ def _adamw_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """CHUNK elements of one tensor. A row of the table: gradient, master, m, v, parameter, size / UNIT, size, first
-    chunk.
+    """CHUNK elements of one tensor.
 
-    PARAMETER is None where there is none to write. UNIT is 16 where pointers and sizes are aligned, else 1.
+    A row of the table: gradient, master, m, v, parameter, size / UNIT, size, first chunk. PARAMETER is None without a
+    parameter to write. UNIT is 16 if pointers and sizes are aligned, else 1.
     """
     row = table + tl.load(tensor_of_chunk + tl.program_id(0)) * 8
     gradient = _pointer(row, GRADIENT, UNIT > 1)
@@ -341,7 +341,7 @@ def _adamw8bit_kernel(
 
 class _Cut(NamedTuple):
     chunk: int
-    """Elements (8 bits: blocks of 256) per program: long enough to hide the way through the table."""
+    """Elements (8 bits: blocks of 256) per program: enough to hide the latency of the table."""
     block: int
     """Elements (blocks) at a time."""
     num_warps: int

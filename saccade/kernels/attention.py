@@ -6,14 +6,15 @@ Legend: T query tokens, S key tokens, H query heads, G key/value heads (H is a m
 
 `cu_seqlens_q` [segments + 1] and `cu_seqlens_k` give the cumulative starts of each segment's queries and keys (int32).
 Query head h reads key/value head h // (H / G). With `causal`, the last query of a segment is aligned with its last key:
-query i of n attends to keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and
-decode (n = 1) alike. With `window`, a causal query attends to that many keys to its left and its own. A query without
-keys gets zero; rows past the last segment are not written. If the number of rows equals segments times `max_seqlen`,
-all segments must have that length: rows past the last segment must not make up for shorter ones. q [T, H, K], k and v
-[S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
+query i of n attends to keys 0 .. i + (m - n) of m. That covers training (n = m), prefill with a cache (n < m) and
+decode (n = 1) alike. With `window`, a causal query attends to that many earlier keys and its own. A query without keys
+gets zero; rows past the last segment are not written. If the number of rows equals segments times `max_seqlen`, all
+segments must have that length. q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment without
+queries costs nothing.
 
-Two families of Triton kernels: `_attention_tiled.py` for any mask and any lengths, saves out and one fp32 per query and
-head; `_attention_window.py` for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on the device.
+There are two kinds of Triton kernels: `_attention_tiled.py`, for any mask and any lengths, saves out and one fp32 per
+query and head; `_attention_window.py`, for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on
+the device.
 
 `rope_attention` is attention of segments to themselves with q and k rotated first, see `rope.py`. Without gradients the
 kernel of short segments rotates what it loads; everything else is `rope`, then `attention`.
@@ -95,20 +96,18 @@ class _Call(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Keys to the left and right of a query, as FlashAttention counts them: -1 for all."""
+        """Keys before and after a query that it attends to, as FlashAttention counts them: -1 for all."""
         return -1 if self.window is None else self.window, 0 if self.causal else -1
 
     @property
     def has_equal_lengths(self) -> bool:
-        """Every segment is as long as the bound, in queries and in keys; lengths with this sum can be nothing else."""
+        """Whether every segment is as long as the bound, in queries and in keys: no other lengths have this sum."""
         is_full_q = self.num_segments * self.max_seqlen_q == self.q.shape[0]
         return is_full_q and self.num_segments * self.max_seqlen_k == self.k.shape[0]
 
 
 def _can_dense(call: _Call) -> bool:
-    """Equal lengths, unmasked or with the mask where torch puts it (top left), and round, so that they are likely to
-    come again: cuDNN plans for tens of milliseconds when it meets a new shape.
-    """
+    """Equal and round lengths, unmasked or with torch's mask (top left): cuDNN plans for 10 ms and more for a new shape."""
     is_round = call.max_seqlen_q % 128 == 0 and call.max_seqlen_k % 128 == 0
     is_aligned = call.window is None and (not call.causal or call.max_seqlen_q == call.max_seqlen_k)
     return call.q.is_cuda and call.is_half and call.has_equal_lengths and is_round and is_aligned
@@ -123,7 +122,7 @@ def _dense(call: _Call) -> Tensor:
 
 @functools.cache
 def _flash_attention_3() -> Callable[..., Any] | None:
-    """FlashAttention 3, where it is installed."""
+    """FlashAttention 3, if it is installed."""
     try:
         module = importlib.import_module("flash_attn_interface")
     except ImportError:
@@ -145,7 +144,7 @@ def _flash_3(call: _Call) -> Tensor:
 
 @functools.cache
 def _torch_varlen() -> Callable[..., Any] | None:
-    """torch's packed FlashAttention 2, where this torch has it.
+    """torch's packed FlashAttention 2, if this torch has it.
 
     Its packed cuDNN op is not used: up to torch 2.12 it plans again on every call (42 ms) and its backward takes the
     head dim for the longest segment (pytorch#191576, pytorch#186142).
@@ -169,7 +168,7 @@ def _flash(call: _Call) -> Tensor:
 
 
 def _by_length(call: _Call) -> Tensor:
-    """torch's SDPA, one call for all segments of one shape. It reads the lengths, which would synchronise a GPU: CPU only."""
+    """torch's SDPA, one call for all segments of one shape. It reads the lengths on the host: CPU only."""
     segments: dict[tuple[int, int], list[tuple[int, int]]] = {}
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
@@ -182,7 +181,10 @@ def _by_length(call: _Call) -> Tensor:
         q_rows = _row_numbers([q0 for q0, _ in starts], num_queries, call.q.device)
         k_rows = _row_numbers([k0 for _, k0 in starts], num_keys, call.q.device)
         if call.has_equal_lengths:  # nothing to gather: the rows are the segments, one behind another
-            q, k, v = (x.unflatten(0, (len(starts), -1)).transpose(1, 2) for x in (call.q, call.k, call.v))  # type: ignore[no-untyped-call]
+            q, k, v = (
+                x.unflatten(0, (len(starts), -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+                for x in (call.q, call.k, call.v)
+            )
         else:
             q, k, v = (x[rows].transpose(1, 2) for x, rows in ((call.q, q_rows), (call.k, k_rows), (call.v, k_rows)))
         k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
@@ -235,12 +237,9 @@ class _Rule(NamedTuple):
     order: tuple[str, ...]
 
 
-# As measured (bench/kernels/attention.py, H200, torch 2.11, Triton 3.6, 2026-11-15; TFLOP/s forward / backward):
-# equal lengths   16 x 1024 causal d128: dense 453 / 293, tiled 352 / 196, flash 216 / 189;  1 x 16384: 554 / 514, 502 / 339, 321 / 310
-#                 16 x 2304 full d80: dense 388 / 339, tiled 352 / 277, flash 262 / 212
-# ragged          64..2048 causal d128: tiled 380 / 213, flash 227 / 196;  256..3072 full d80: tiled 341 / 264, flash 238 / 196
-# windows         576 x 64 d80: window 0.103 / 0.185 ms, tiled 0.173 / 0.647, flash 0.215 / 0.793
-# Measure again on another GPU or torch. Candidates that do not support a call are skipped.
+# Measured on an H200 (bench/kernels/attention.py), TFLOP/s forward / backward: 16 x 1024 causal d128 dense 453 / 293,
+# tiled 352 / 196, flash 216 / 189; ragged 64..2048 tiled 380 / 213, flash 227 / 196. 576 windows of 64, d80: window
+# 0.103 ms forward, tiled 0.173. Candidates that do not support a call are skipped.
 _RULES = (
     _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
     _Rule(128, False, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
@@ -260,7 +259,7 @@ def _candidates(call: _Call) -> list[str]:
 
 
 def _padding(q_THK: Tensor) -> int:
-    """Channels to add to heads of a size that no kernel of a GPU takes."""
+    """Channels to add to heads of a size that no GPU kernel supports."""
     head_dim = q_THK.shape[2]
     runs_kernels = q_THK.is_cuda or launch.is_forced("triton")
     return 0 if not runs_kernels or head_dim > _MAX_HEAD_DIM else max(_MIN_HEAD_DIM, -(-head_dim // 8) * 8) - head_dim
@@ -278,7 +277,7 @@ def attention(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Packed attention, see the top of this file. `max_seqlen_*` bound the segment lengths (kernels are chosen by it)."""
+    """Packed attention, see the top of this file. `max_seqlen_*` bound the segment lengths, and choose the kernel."""
     if q_THK.shape[1] % k_SGK.shape[1] or q_THK.shape[2] != k_SGK.shape[2] or k_SGK.shape != v_SGK.shape:
         raise ValueError(
             f"attention: q {tuple(q_THK.shape)}, k {tuple(k_SGK.shape)}, v {tuple(v_SGK.shape)} do not fit"
@@ -290,7 +289,8 @@ def attention(
         scale = ((q_THK.shape[2] + padding) / q_THK.shape[2]) ** 0.5
         q, k, v = (F.pad(x, (0, padding)) for x in (q_THK * scale, k_SGK, v_SGK))
         return attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+            window=window
         )[..., : q_THK.shape[2]]  # fmt: skip
     call = _Call(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
     if q_THK.numel() == 0 or k_SGK.numel() == 0:
@@ -309,7 +309,7 @@ def attention(
 def rope_attention_reference(
     q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, table: CosSin, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool
 ) -> Tensor:
-    """The two formulas, one after the other."""
+    """`rope_reference`, then `attention_reference`."""
     q_THK, k_TGK = rope_reference(q_THK, k_TGK, table)
     return attention_reference(
         q_THK, k_TGK, v_TGK, cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, causal=causal

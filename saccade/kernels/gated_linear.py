@@ -1,15 +1,15 @@
 # mypy: allow-untyped-decorators
-"""The first half of a gated MLP for many tokens: two products of one input, and the activation behind them.
+"""The first half of a gated MLP for many tokens: two products of one input, followed by the activation.
 
 Legend: T tokens, D inputs, I intermediate channels.
 
-    out = silu(gate) * up,   gate = x Wg' + bg,   up = x Wu' + bu         W [2 I, D] holds Wg, then Wu, and bias [2 I] bg, then bu
+    out = silu(gate) * up,   gate = x Wg' + bg,   up = x Wu' + bu,       W [2 I, D] = (Wg, Wu),   bias [2 I] = (bg, bu)
 
 x [T, D], W, bias and out [T, I] share one dtype, bf16 or fp16 for the kernel. Rounding is that of the separate
 operations: gate and up are rounded to x's dtype, sums and activation are fp32, out is rounded once. Forward only.
 
 The kernel saves the 8 T I bytes of gate and up that move to memory and back, in 16 bits, and a launch; its products are
-slower than cuBLAS's, by 7 to 15 %. So it is used where that is less: for many tokens, and few inputs. A program
+7 to 15 % slower than cuBLAS's. It is therefore used for many tokens and few inputs. A program
 computes tiles of gate and up of the same channels, one after another; two programs share a multiprocessor, so that one
 computes products during the activation of the other. Tiles are loaded by TMA.
 """
@@ -26,10 +26,8 @@ _BLOCK_T, _BLOCK_I, _BLOCK_D = 128, 64, 64
 _GROUP = 8
 """Blocks of tokens whose tiles are computed together, so that they find the weights in L2."""
 _PROGRAMS_PER_SM = 2
-# H200, bf16, from a graph (bench/kernels/gated_linear.py), us beside cuBLAS and then swiglu: D 1280, I 3424 and a bias
-# (the tower of the 3B shape), 1024 tokens 34 and 36, 2304 67 and 72, 4992 137 and 157; D 2048, I 11008 (its decoder),
-# 640 tokens 94 and 94, 1024 151 and 150, 2048 305 and 309. With 8 warps 4992 tokens of the tower take 137 instead of
-# 134 us on another card, with tiles of 128 channels 137.
+# H200, bf16 (bench/kernels/gated_linear.py): D 1280, I 3424 takes 67 us for 2304 tokens, cuBLAS and swiglu 72; for 4992
+# tokens 137 and 157. D 2048, I 11008 takes 151 us for 1024 tokens, cuBLAS and swiglu 150.
 _MIN_TOKENS, _MAX_INPUTS = 1024, 1536
 
 
@@ -54,7 +52,7 @@ def _gated_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Tiles of the output, every so many as there are programs. x, weight and out are descriptors: what lies outside reads as zero."""
+    """Tiles of the output, one in every num_programs. x, weight and out are descriptors: rows outside read as zero."""
     num_t, num_i = tl.cdiv(num_tokens, BLOCK_T), tl.cdiv(I, BLOCK_I)
     for tile in tl.range(tl.program_id(0), num_t * num_i, tl.num_programs(0)):
         first_t = tile // (GROUP * num_i) * GROUP

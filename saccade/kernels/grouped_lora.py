@@ -1,10 +1,11 @@
 # mypy: allow-untyped-decorators
 """LoRA adapters chosen per token, added to the output of a linear layer.
 
-Legend: T tokens, D inputs, N outputs, R rank, S adapters in memory, P parts of the outputs with matrices A of their own
+Legend: T tokens, D inputs, N outputs, R rank, S adapters in memory, P parts of the outputs with their own matrices A
 (q, k, v).
 
-    out[t, n] = y[t, n] + scale[s] * sum_r low[t, p(n), r] * B[s, n, r],   low[t, p, r] = sum_d x[t, d] * A[s, p, r, d],   s = slot[t] - 1
+    out[t, n]    = y[t, n] + scale[s] * sum_r low[t, p(n), r] * B[s, n, r],   s = slot[t] - 1
+    low[t, p, r] = sum_d x[t, d] * A[s, p, r, d]
 
 slot [T] int32: 0 for tokens without an adapter, which stay as they are. x [T, D], y [T, N], A [S, P, R, D] and B [S, N,
 R] share one dtype, scale [S] is fp32; sums are fp32, low is rounded to x's dtype before the second product, as an
@@ -15,10 +16,11 @@ Tokens are grouped by slot into tiles of one adapter each, padded, once for all 
 the device: no shape depends on the slots, so that a CUDA graph can be replayed with other adapters. A program has one
 tile; tiles without an adapter end at once.
 
-    grouped_lora:  out as above, in two kernels, as low needs all inputs and out all of low. The first splits the inputs over programs, which store
-                   partial sums [splits, P, tiles, R]; the second adds them up, always in the same order.
-    add_lora:      the second alone, where the product that gave y computed x A' of all adapters too, as further outputs: low [T, S * P * R].
-                   That is more than a token needs, but costs no launch.
+    grouped_lora:  out as above, in two kernels, as low needs all inputs and out all of low. The first splits the inputs
+                   over programs, which store partial sums [splits, P, tiles, R]; the second adds them up, always in
+                   the same order.
+    add_lora:      the second kernel alone, if the product that gave y also computed x A' of all adapters, as further
+                   outputs: low [T, S * P * R]. That is more than a token needs, but takes no launch.
     lora_swiglu:   silu(gate) * up of the out [T, gate and up] of add_lora, rounded as out and `swiglu` round
 
 On Hopper a kernel is launched before the previous one ends, and waits for it (programmatic dependent launch).
@@ -45,16 +47,15 @@ class TokenGroups(NamedTuple):
     """[tiles, tokens per tile] int32, -1 for padding; not set in tiles without tokens."""
 
 
-# Sizes that were best, or within 6 % of it, on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16):
-# bench/kernels/grouped_lora.py. The exception is _NUM_BLOCKS: one tile was a tenth faster at 512 tokens, and steps of
-# 2048 have not been measured.
+# Within 6 % of the best sizes on layers of a 3B decoder with 8 adapters (H200, bench/kernels/grouped_lora.py), except
+# for _NUM_BLOCKS: one tile was a tenth faster at 512 tokens, and 2048 are not measured.
 _BLOCK_N = 128
 _SMALL_T, _LARGE_T = 16, 32
 """Tokens of a tile in decode and in steps with prefill."""
 _MAX_SMALL = 256
 """Tokens of a step up to which tiles are small."""
 _NUM_BLOCKS = 4
-"""Tiles of channels that a program of `lora_swiglu` has in steps with prefill: it reads its tokens and their low once."""
+"""Tiles of channels of a program of `lora_swiglu` in steps with prefill: it reads its tokens and their low once."""
 _BLOCK_D = 256
 _PROGRAMS_PER_SM = 4
 """Splits of the inputs are added until the GPU has this many programs."""
@@ -118,7 +119,7 @@ def grouped_lora_reference(
 def add_lora_reference(
     y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S: Tensor, groups: TokenGroups, part_sizes: Sequence[int]
 ) -> Tensor:
-    """The same with low given."""
+    """`grouped_lora_reference` with low given."""
     low_STPR = low_TM.unflatten(1, (len(lora_B), len(part_sizes), -1)).movedim(1, 0)  # type: ignore[no-untyped-call]
     for slot, tokens in _by_slot(groups):
         low = low_STPR[slot - 1, tokens].movedim(1, 0)
@@ -147,7 +148,10 @@ def _group_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write BLOCK tokens after all tokens of lower slots and the earlier ones of their own. The first program writes slots and padding."""
+    """Write BLOCK tokens after all tokens of lower slots and earlier tokens of their own slots.
+
+    The first program writes slots and padding.
+    """
     own = tl.program_id(0) * BLOCK
     s, i = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
     total, before = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
@@ -256,8 +260,10 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Add scale * low B' to one tile of outputs, which is within one part. N0, N1, N2: outputs of the parts.
-    IS_PARTIAL: low is partial sums of tiles, else [T, S * P * R]."""
+    """Add scale * low B' to one tile of outputs, which is within one part.
+
+    N0, N1, N2: outputs of the parts. IS_PARTIAL: low is partial sums of tiles, else [T, S * P * R].
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -364,7 +370,7 @@ def _options(groups: TokenGroups) -> dict[str, Any]:
 
 
 def group_tokens(slot_T: Tensor, num_slots: int) -> TokenGroups:
-    """Group tokens by slot, from 0 to `num_slots`. Once for all layers; it does not synchronise."""
+    """Group tokens by slot, from 0 to `num_slots`, once for all layers. It does not synchronise."""
     path = launch.choose_path("group_tokens", *launch.available_paths(slot_T, "triton"))
     if path == "reference" or len(slot_T) == 0:
         return TokenGroups(*(part.to(slot_T.device) for part in group_tokens_reference(slot_T, num_slots)))
@@ -419,7 +425,8 @@ def grouped_lora(
     (S, N, R), P = lora_B.shape, len(part_sizes)
     if lora_A.dim() != 4 or lora_A.shape != (S, P, R, x_TD.shape[1]) or len(x_TD) != len(y_TN):
         raise ValueError(
-            f"grouped_lora: x {tuple(x_TD.shape)} and A {tuple(lora_A.shape)} do not fit y {(len(y_TN), N)} and B {tuple(lora_B.shape)}"
+            f"grouped_lora: x {tuple(x_TD.shape)} and A {tuple(lora_A.shape)} do not fit y {(len(y_TN), N)} "
+            f"and B {tuple(lora_B.shape)}"
         )
     if not lora_A.is_contiguous():
         raise ValueError("grouped_lora: A must be contiguous")

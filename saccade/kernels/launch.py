@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class _UnlaunchedKernel:
-    """A kernel whose launch does nothing: of a dry run, or without Triton."""
+    """A kernel whose launch does nothing: in a dry run, or without Triton."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 class _MissingTriton:
-    """Replaces `triton` and `tl` where Triton is not installed: kernels are defined, but never launched."""
+    """Replaces `triton` and `tl` if Triton is not installed: kernels are defined, but never launched."""
 
     def jit(self, kernel: Callable[..., None] | None = None, **_: object) -> object:
         return _UnlaunchedKernel() if kernel is not None else lambda _: _UnlaunchedKernel()
@@ -56,8 +56,9 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "has_tma", "is_differentiable", "is_forced",
-    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton",
+    "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced",
+    "has_tma", "is_differentiable", "is_forced", "is_interpreting", "log_path", "num_sms", "overlap_options", "tl",
+    "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -69,7 +70,7 @@ _interpreting = not isinstance(triton, _MissingTriton) and bool(triton.knobs.run
 
 
 def is_interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, on CPU tensors (`TRITON_INTERPRET=1`, set before the first import)."""
+    """Whether Triton kernels run in its interpreter, on CPU tensors (`TRITON_INTERPRET=1` before the first import)."""
     return _interpreting
 
 
@@ -141,20 +142,23 @@ def num_sms(device: torch.device) -> int:
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel may start before the one it depends on has ended (programmatic dependent launch): Hopper and later."""
+    """Whether a kernel may start before its predecessor ends (programmatic dependent launch): Hopper and later."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whether kernels can load and store tiles through descriptors (the bulk copy engine): Hopper and later, and the interpreter."""
+    """Whether kernels can load and store tiles through descriptors (TMA): Hopper and later, and the interpreter."""
     is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm architectures start at 9 as well
     return not is_other and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def overlap_options(device: torch.device, overlaps: bool | None = None) -> dict[str, bool]:
-    """Launch options of a kernel that may start early: its constant OVERLAP, and the attribute. `overlaps`: by default if the device can."""
+    """Launch options of a kernel that may start early: its constant OVERLAP, and the attribute.
+
+    `overlaps` None: if the device can.
+    """
     overlaps = can_overlap(device) if overlaps is None else overlaps
     return {"OVERLAP": overlaps} | ({"launch_pdl": True} if overlaps else {})
 
@@ -193,7 +197,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self.num_kernels = 0
         self.thread_id: int | None = None
-        """Of the thread; None: no kernel is counted."""
+        """The thread whose kernels are counted; None: no kernel is counted."""
         _install_compile_hook()
         _counters.add(self)
 
@@ -209,7 +213,7 @@ _counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
 
 @functools.cache
 def _install_compile_hook() -> None:
-    """Have every kernel that is compiled counted; a hook that is set already is called too."""
+    """Count every compiled kernel; an earlier hook is called as well."""
     if isinstance(triton, _MissingTriton):
         return
     earlier = triton.knobs.runtime.jit_post_compile_hook
@@ -224,10 +228,9 @@ def _install_compile_hook() -> None:
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU, and kernels are not
-    launched.
+    """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU without launches.
 
-    Their launchers run as they are, so that outputs, scratch buffers and what is saved for backward have the sizes they
+    Their launchers run as they are, so that outputs, scratch buffers and tensors saved for backward have the sizes they
     have on a GPU.
     """
     if isinstance(triton, _MissingTriton):

@@ -1,19 +1,16 @@
-"""Linear layers: with weights that may be prepacked for a CPU, and of many tokens without a workspace on a GPU.
+"""Linear layers: weights may be prepacked for a CPU; products of many tokens need no workspace on a GPU.
 
 Legend: T tokens, D inputs, N outputs.
 
     out = x W' + bias        x [T, D], W [N, D], bias [N], out [T, N], all of one dtype
 
 `prepack` rewrites a weight once into the blocks that oneDNN's kernels read, an opaque tensor of the same shape and
-size. Without it torch calls MKL for fp32, which packs the weight again on every call; for few tokens that costs more
-than the product. Two cores of an EPYC (Zen 4, torch 2.13, fp32, GFLOP/s, MKL -> prepacked; bench/kernels/linear.py):
-220 x 896 x 4864 158 -> 219, 8 x 896 x 4864 48 -> 210, 1 x 896 x 4864 30 -> 65, where 218 is what a product of 2048
-cubed reaches. A row's result does not depend on the number of rows, but for a single one of some shapes.
+size. Without it torch calls MKL for fp32, which packs the weight again on every call: 8 x 896 x 4864 reaches 48 GFLOP/s
+on two cores (Zen 4), prepacked 210. A row's result does not depend on the number of rows, except for a single row of
+some shapes.
 
 On an NVIDIA GPU, without gradients and from `MIN_TOKENS` tokens on, the product is cuBLASLt's without a workspace
-(`_cublaslt.py`): steps of 512 to 2048 tokens of the 3B shape take 0.7 to 4.4 % less, decode of 256 requests 2.6 %,
-passes of its vision encoder up to 2.4 % (H200). Where cuBLAS had no workspace at all, decode of 16 to 64 requests took
-3 to 4 % more.
+(`_cublaslt.py`): decode of 256 requests of the 3B shape takes 2.6 % less (H200). Few tokens need the workspace.
 """
 
 import torch
@@ -24,7 +21,7 @@ from saccade.kernels import launch
 from saccade.kernels._cublaslt import ALIGNMENT, CublasLtError, cublaslt
 
 MIN_TOKENS = 256
-"""Tokens from which on a product needs no workspace to be fast."""
+"""Tokens from which a product needs no workspace to be fast."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,7 +37,7 @@ def can_prepack(weight_ND: Tensor) -> bool:
 
 
 def prepack(weight_ND: Tensor) -> Tensor:
-    """The weight in oneDNN's blocks, for `linear` alone: it has no elements to look at, and no gradients."""
+    """The weight in oneDNN's blocks, for `linear` only: its elements cannot be read, and it has no gradients."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach().contiguous(), None)
     return packed
 
@@ -61,7 +58,7 @@ def linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def _can_run_without_workspace(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
-    """Whether cuBLASLt is called directly: products of many tokens in 16 bits, on the current device, whose rows are aligned."""
+    """Whether cuBLASLt is called directly: for many tokens in 16 bits, on the current device, with aligned rows."""
     if (
         launch.is_differentiable()
         or x.dim() != 2

@@ -45,8 +45,7 @@ CHUNK_BYTES = 320 * 2**20
 _CHUNK_MULTIPLE = 128
 """Tokens per chunk are a multiple of this, the row tile of the matrix product."""
 _HIDDEN_SPLITS = 2
-"""Parts the vocabulary is summed in for the gradient of hidden: C x D alone has too few tiles (64 of 128 x 256 at
-1024 x 2048) for the 132 multiprocessors of an H200."""
+"""Parts of the vocabulary in the sum of the gradient of hidden: C x D has too few tiles for the GPU."""
 _LOSS_BLOCK = 8192
 _LOSS_WARPS = 16
 """Logits per step and warps of the loss kernel: one row per program, 32 bytes per thread and step."""
@@ -91,7 +90,7 @@ def linear_cross_entropy_reference(
 
 
 class _ShareWithShards(torch.autograd.Function):
-    """The same tensor on every rank, used by each for its shard: its gradient is the sum of theirs."""
+    """The same tensor on every rank, which each uses for its shard: its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,7 +105,7 @@ class _ShareWithShards(torch.autograd.Function):
 
 
 class _SumOverShards(torch.autograd.Function):
-    """The sum over the ranks, of which every rank then computes the same loss: the gradient passes unchanged."""
+    """The sum over the ranks. Every rank computes the same loss from it, so the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -176,7 +175,7 @@ def _write_gradient(
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d loss / d logits of one row, over the logits: p (1 + 2 z lse) - target, times 1 - tanh^2 under a cap.
+    """d loss / d logits of one row, in place of the logits: p (1 + 2 z lse) - target, times 1 - tanh^2 with a cap.
 
     The target is [v = label]; SMOOTHED: (1 - smoothing) [v = label] + smoothing / V.
     """
@@ -211,7 +210,7 @@ def _loss_kernel(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: its loss, and with GRADIENT d loss / d logits over its logits. The second pass finds the row in L2."""
+    """One row: its loss, and with GRADIENT d loss / d logits in place of its logits. The second pass reads L2."""
     t = tl.program_id(0).to(tl.int64)
     row = logits + t * stride
     label = tl.load(labels + t)
@@ -242,7 +241,7 @@ def _statistics_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What one row of a vocabulary shard adds to the loss: its maximum, sum, and the target logit if it is here, else 0."""
+    """The share of a vocabulary shard in the loss of one row: maximum, sum, and target logit (0 if it is elsewhere)."""
     t = tl.program_id(0).to(tl.int64)
     row = logits + t * stride
     label = tl.load(labels + t)
@@ -268,7 +267,7 @@ def _gradient_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d loss / d logits of one row of a vocabulary shard, over its logits, from the log-sum-exp of all shards."""
+    """d loss / d logits of one row of a vocabulary shard, in place of its logits, with the log-sum-exp of all."""
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + t)
     _write_gradient(
@@ -378,7 +377,7 @@ def _loss_and_gradients(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss, and its gradients for hidden and weight where needed."""
+    """The summed loss, and its gradients for hidden and weight if they are needed."""
     T, V = len(labels_T), len(weight_VD)
     num_found = (labels_T != ignore_index).sum()
     bound = int(num_found) if num_labels is None else min(num_labels, T)
@@ -397,7 +396,8 @@ def _loss_and_gradients(
         losses.append(
             _losses_and_logit_gradients(
                 logits_CV, labels[chunk], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss,
-                label_smoothing=label_smoothing, group=group, vocab_start=vocab_start, want_gradient=want_hidden or want_weight,
+                label_smoothing=label_smoothing, group=group, vocab_start=vocab_start,
+        want_gradient=want_hidden or want_weight,
             )
         )  # fmt: skip
         if grad_hidden is not None:
@@ -497,5 +497,7 @@ def linear_cross_entropy(
     is_learning = torch.is_grad_enabled()
     options["want_hidden"] = is_learning and hidden_TD.requires_grad
     options["want_weight"] = is_learning and weight_VD.requires_grad
-    loss: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, count, options)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, weight_VD, labels_T, count, options
+    )
     return loss

@@ -134,7 +134,7 @@ _TILES: dict[bool, dict[int, SplitTiles]] = {
 _FP32_TILES = SplitTiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=1, programs_per_sm=2)
 """fp32 tokens have no matrix unit and four bytes: larger tiles exceed the shared memory. For tests alone."""
 _LIBRARY_TOKENS = {"small": 128, "wide": 257, "deep": 257}
-"""Tokens from which dequantizing and torch's matmul are faster, by shape: gate and up of 2048 takes 433 us here, 265 so."""
+"""Tokens from which dequantizing and torch's matmul are faster, by shape: gate and up of 2048 takes 265 / 433 us."""
 
 
 def _linear_w4a16_triton(
@@ -155,8 +155,8 @@ def _linear_w4a16_triton(
         x_TD, words, weight_scale_NZ, words if weight_zero_point is None else weight_zero_point,
         out_TN if bias_N is None else bias_N, out_TN, sums_STN, out_TN if counters is None else counters, T, N, Z,
         x_TD.stride(0), words.stride(0), GROUP=D // Z, HAS_ZERO=weight_zero_point is not None,
-        HAS_BIAS=bias_N is not None, UNIT=UNITS[x_TD.dtype], BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, SPLIT=counters is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HAS_BIAS=bias_N is not None, UNIT=UNITS[x_TD.dtype], BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n,
+        SPLIT=counters is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out_TN
 
@@ -173,8 +173,9 @@ def linear_w4a16(
     group = D // max(1, Z)
     if words.shape != (N, D // 8) or D % 128 or group * Z != D or (group % 128 and group not in (16, 32, 64)):
         raise ValueError(
-            f"linear_w4a16: x {tuple(x_TD.shape)}, words {tuple(words.shape)} and scales {tuple(weight_scale_NZ.shape)} "
-            "do not fit; inputs must be a multiple of 128, groups 16, 32, 64 or a multiple of 128 inputs"
+            f"linear_w4a16: x {tuple(x_TD.shape)}, words {tuple(words.shape)} and scales "
+            f"{tuple(weight_scale_NZ.shape)} do not fit; inputs must be a multiple of 128, groups 16, 32, 64 or a "
+            "multiple of 128 inputs"
         )
     if not (words.is_contiguous() and weight_scale_NZ.is_contiguous()):
         raise ValueError("linear_w4a16: words and scales must be contiguous")

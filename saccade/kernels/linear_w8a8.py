@@ -229,7 +229,8 @@ def _matmul_w8a8_triton(
         x8_TD, weight_ND, x_scale_T, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, sums_STN,
         out_TN if counters is None else counters, T, N, D, x8_TD.stride(0), weight_ND.stride(0),
         HAS_BIAS=bias_N is not None, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d,
-        SPLIT=counters is not None, STORES_SUMS=stores_sums, EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        SPLIT=counters is not None, STORES_SUMS=stores_sums, EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     if stores_sums:
         _scale_sums(sums_STN, x_scale_T, weight_scale_N1, bias_N, out_TN)

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-decorators
-"""uint8 pixels of patches to normalised ones, in the dtype of the patch embedding.
+"""Normalise the uint8 pixels of patches, to the dtype of the patch embedding.
 
 Legend: P patches, N pixels of a patch, C channels.
 
     out[p, n] = (x[p, n] / 255 - mean[c]) / std[c]         c = n // (N / C): a patch is channel-major
 
-Computed in fp32 and rounded once. x [P, N] uint8, out [P, N]; memory-bound, 3 bytes per pixel in bf16. As separate
-operations of torch the same takes 14 launches, 50 us for the 2304 patches of a 672 x 672 image (H200).
+Computed in fp32 and rounded once. x [P, N] uint8, out [P, N]; memory-bound, 3 bytes per pixel in bf16. The separate
+operations of torch are 14 launches, 50 us for the 2304 patches of a 672 x 672 image (H200).
 """
 
 import functools
@@ -44,7 +44,7 @@ def _normalize_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK pixels. Factors are multiplied, as torch does with the divisors on a GPU."""
+    """BLOCK pixels, multiplied by inverse divisors as torch does on a GPU."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < num_pixels
     channel = (i % N).to(tl.int32) // (N // C)
@@ -68,8 +68,8 @@ def _run(x_PN: Tensor, pixel_mean: Sequence[float], pixel_std: Sequence[float], 
     factors = _factors(tuple(pixel_mean), tuple(pixel_std), x_PN.device)
     if x_PN.numel():
         _normalize_kernel[(triton.cdiv(x_PN.numel(), _BLOCK),)](
-            x_PN, *factors, out_PN, x_PN.numel(), float(np.float32(1) / np.float32(255)), N=x_PN.shape[1], C=len(pixel_mean),
-            BLOCK=_BLOCK, num_warps=4,
+            x_PN, *factors, out_PN, x_PN.numel(), float(np.float32(1) / np.float32(255)), N=x_PN.shape[1],
+            C=len(pixel_mean), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return out_PN
 
@@ -84,7 +84,8 @@ def normalize_pixels(
         )
     if len(pixel_mean) != len(pixel_std) or x_PN.shape[1] % len(pixel_mean):
         raise ValueError(
-            f"normalize_pixels: {len(pixel_mean)} means and {len(pixel_std)} deviations of patches of {x_PN.shape[1]} pixels"
+            f"normalize_pixels: {len(pixel_mean)} means and {len(pixel_std)} deviations of patches of "
+            f"{x_PN.shape[1]} pixels"
         )
     if launch.choose_path("normalize_pixels", *launch.available_paths(x_PN, "triton")) == "triton":
         return _run(x_PN, pixel_mean, pixel_std, dtype)

@@ -10,12 +10,12 @@ token s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r ar
 
 `write_pages` applies RoPE to the queries and keys of the new tokens (in place, see rope.py) and stores keys and values
 at `slots_T` [T]. A token whose slot is outside the cache is rotated but not stored: padding of a batch.
-`paged_attention` is attention of the new tokens of every request over its pages, which already contain them, or get
-them first (`new`):
+`paged_attention` is attention of the new tokens of every request over its pages, which contain them already or get them
+first (`new`):
 
     out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
 
-With `window`, a token attends to that many keys to its left and its own, as in `attention.py`; tiles of keys before it
+With `window`, a token attends to that many earlier keys and its own, as in `attention.py`; tiles of keys before them
 are not read.
 
 `cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request
@@ -28,17 +28,15 @@ the largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp3
 to q's dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
 
 The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the
-device. So one captured CUDA graph serves every batch within its bounds, and no call synchronises.
+device. One captured CUDA graph therefore serves every batch within its bounds, and no call synchronises.
 
-Decode divides its work evenly, whatever the lengths: the tiles of keys of all requests, one request after another, are
-cut into equal ranges, one for each program that the GPU runs at once (stream-K). `plan_decode` finds the ranges, once
-for all layers. A program whose range ends inside a request leaves a partial result (fp32, with its log2-sum-exp), at
-most two of them; a second launch, which on Hopper is queued on the GPU before the first ends, combines those of each
-request. (Combining in the first launch, by the program that finishes last, was measured and is slower: 27.5 us against
-24.5 for 16 requests of 4096 tokens.)
+Decode divides its work evenly for any lengths: the tiles of keys of all requests, one request after another, are cut
+into equal ranges, one for each program that the GPU runs at once (stream-K). `plan_decode` finds the ranges, once for
+all layers. A program whose range ends inside a request leaves at most two partial results (fp32, with log2-sum-exp); a
+second launch, which on Hopper is queued on the GPU before the first ends, combines those of each request.
 
-Prefill of few tokens over a long context is split among programs in the same way, but into the same number of splits
-for every request.
+Prefill of few tokens over a long context is split among programs in the same way, into the same number of splits for
+every request.
 """
 
 from itertools import pairwise
@@ -56,8 +54,8 @@ from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import CosSin, rope_reference, rotate_whole
 
 __all__ = [
-    "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "NewTokens", "paged_attention", "paged_attention_reference", "plan_decode",
-    "plan_gather", "write_pages", "write_pages_reference",
+    "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "NewTokens", "paged_attention", "paged_attention_reference",
+    "plan_decode", "plan_gather", "write_pages", "write_pages_reference",
 ]  # fmt: skip
 
 
@@ -299,7 +297,8 @@ def write_pages(
     gather_plan: GatherPlan | None = None,
 ) -> None:
     """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file.
-    `gather_plan`: as for `paged_attention`; an 8-bit cache is written without it.
+
+    `gather_plan`: see `paged_attention`; an 8-bit cache is written without it.
     """
     _check_pages("write_pages", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     if k_TGK.shape != v_TGK.shape or k_TGK.shape != (len(q_THK), key_pages_NGPK.shape[1], q_THK.shape[2]):
@@ -344,14 +343,13 @@ def paged_attention(
     """Attention of every request's new tokens over its pages, see the top of this file.
 
     `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; if few
-    requests decode and the cache is not compressed, by the decode kernel itself. q may be rotated in place.
+    requests decode and the cache is not compressed, the decode kernel stores them. q may be rotated in place.
 
     `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not
-    given). The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the
-    others, in a launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of
-    99 (H200). `decode_plan` is theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of all
-    requests. `table_rows_R`: the row of `page_table` that each request has, if not its own index. A plan has the same
-    `window`. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
+    given). The first `num_decode` requests have one new token each, or none; a separate launch decodes them while the
+    others are prefilled. `decode_plan` is theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of
+    all requests. `table_rows_R`: the row of `page_table` that each request has, if not its own index. A plan has the
+    same `window`. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
     """
     _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     rows = page_table_RW if table_rows_R is None else table_rows_R
@@ -418,14 +416,14 @@ def _attend(
     window: int | None,
     new: NewTokens | None,
 ) -> Tensor:
-    """Prefill first: where it is split, it also writes rows of decode tokens, which decode overwrites. Where not, decode runs beside it."""
+    """Prefill, then decode. Split prefill also writes rows of decode tokens, which decode overwrites afterwards."""
     num_requests = len(context_lengths_R)
     num_decode = num_requests if max_seqlen_q <= 1 else num_decode
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     if len(q_THK) == 0 or num_requests == 0:
         return out_THK
-    plan, beside_prefill = decode_plan, False
-    # Made before prefill: decode does not wait for what is launched right before it.
+    plan, with_prefill = decode_plan, False
+    # Made before prefill: decode does not wait for the launch right before it.
     if num_decode > 0 and (plan is None or plan.num_decode != num_decode):
         plan = plan_decode(cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode, window=window)
     if num_decode < num_requests:
@@ -441,9 +439,9 @@ def _attend(
         else:
             others = pages._replace(rows=pages.rows[num_decode:])
         prefill(q_THK, others, cu_seqlens_q[num_decode:], context_lengths_R[num_decode:], out_THK, schedule, window)
-        beside_prefill = schedule.num_splits == 1
+        with_prefill = schedule.num_splits == 1
     if plan is not None and num_decode > 0:
-        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan, new, beside_prefill=beside_prefill)
+        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan, new, with_prefill=with_prefill)
     return out_THK
 
 

@@ -4,10 +4,11 @@
 Legend: H rows, W columns, C = 3 colours of the image; in one pass N new positions of a dim, T taps of each.
 
     pass:  out[n]  = clip((2^21 + sum_t weight[n, t] * pixel[first[n] + t]) >> 22, 0, 255)
-    image: a pass over dim 0, the vertical one, then one over dim 1 (rows_first), or in the other order; a dim that keeps its size has none
+    image: a pass over dim 0, the vertical one, then one over dim 1 (rows_first), or in the other order; a dim that
+           keeps its size has none
 
-uint8 in and out, and uint8 between the passes, where colours are clipped: the order changes pixels. Sums are int32,
-which 255 * sum_t |weight[n, t]| < 2^31 fits. `weight` is an antialiased cubic filter (a = -0.5) in units of 2^-22,
+Pixels are uint8 between the passes too, and clipped: the order of the passes changes pixels. Sums are int32, as 255 *
+sum_t |weight[n, t]| < 2^31. `weight` is an antialiased cubic filter (a = -0.5) in units of 2^-22,
 computed on the host in float64 as Pillow does (`resize_weights`), and cached on the device. No backward. Bytes, from H
 x W to h x w with rows first: 3 (H W + 2 h W + h w), and 4 (T + 1) for every new row and column.
 """
@@ -34,7 +35,7 @@ _BLOCK, _NUM_WARPS = 1024, 4
 def resize_weights(old: int, new: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """First source index [N] and integer weights [N, T] of every new position, from `old` positions. Read-only.
 
-    Operations are in Pillow's order, because the last bit of a float64 can decide how a weight is rounded. Taps behind
+    Operations are in Pillow's order, because the last bit of a float64 can decide how a weight is rounded. Taps after
     the last source pixel of a position have weight 0; for them first + t may exceed `old`.
     """
     scale = old / new
@@ -97,8 +98,8 @@ def _pass_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """BLOCK elements of an output [outer, new, inner], from pixels [outer, old, inner]."""
-    # Element = (o * new + n) * inner + i. Division of 64 bits is slow: only for the first element; the others, relative
-    # to it, need 32.
+    # Element = (o * new + n) * inner + i. 64-bit division is slow and only for the first element; the others are
+    # relative to it in 32 bits.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     first_line = start // inner
     first_o = first_line // new

@@ -38,7 +38,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rms_norm_on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The reference without gradients, in less memory: the sum of squares as one pass, the products in place."""
+    """`rms_norm_reference` without gradients, in less memory: one pass for the sum of squares, products in place."""
     if torch.is_grad_enabled() or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return rms_norm_reference(x, weight, eps)
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -61,7 +61,7 @@ def rms_norm_quant_reference(x: Tensor, weight: Tensor, eps: float, dtype: torch
 def add_rms_norm_quant_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the sum, and the sum."""
+    """`rms_norm_quant_reference` of the sum, and the sum."""
     total = x + residual
     return *rms_norm_quant_reference(total, weight, eps, dtype), total
 
@@ -95,7 +95,7 @@ def _forward_kernel(
     LARGEST_VALUE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """ROWS rows. LARGEST_VALUE: 0 for an output in x's dtype, else what the largest channel of a row becomes in 8 bits."""
+    """ROWS rows. LARGEST_VALUE: the value of a row's largest channel in 8 bits, 0 for an output in x's dtype."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -177,8 +177,7 @@ class _Launch(NamedTuple):
     """Backward: groups of rows in flight."""
 
 
-# Measured at 16384 x 2048 bf16 (bench/kernels/rms_norm.py --tune, H200, 2026-11-15): forward 3.66 TB/s, backward 3.05
-# TB/s.
+# Measured at 16384 x 2048 bf16 (bench/kernels/rms_norm.py --tune, H200): forward 3.66 TB/s, backward 3.05 TB/s.
 _CONFIGS = {
     "forward": _Launch(elements=2048, num_warps=4),
     "backward": _Launch(elements=4096, num_warps=4, programs_per_sm=2, num_stages=3),
@@ -208,7 +207,10 @@ def _forward(
     *,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales instead of rstd. `overlaps`: by default if the device can."""
+    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales instead of rstd.
+
+    `overlaps` None: if the device can.
+    """
     rows_ND = _rows_of(x)
     num_rows, dim = rows_ND.shape
     y = rows_ND.new_empty(rows_ND.shape, dtype=dtype or x.dtype)
@@ -317,7 +319,8 @@ def add_rms_norm_quant(
     """(`rms_norm_quant` of x + residual: values and scales, x + residual)."""
     if dtype not in LARGEST or x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
-            f"add_rms_norm_quant: x {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)} to {dtype}"
+            f"add_rms_norm_quant: x {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)} "
+            f"to {dtype}"
         )
     if _path("add_rms_norm_quant", x, weight) == "triton":
         quantized, total, scale = _forward(x.detach(), residual.detach(), weight.detach(), eps, dtype)

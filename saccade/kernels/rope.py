@@ -43,9 +43,9 @@ def frequencies(
 ) -> tuple[Tensor, Tensor]:
     """[F] theta^(-i / F) for i in 0..F-1, in fp32; [F] the axis whose section holds each, in int64.
 
-    `is_interleaved`: the axes take turns, height and width until their share is used up, and time has all others.
+    `is_interleaved`: height and width alternate until each has its share; time has the remaining frequencies.
 
-    Computed on the host and cached: on a GPU they would be six launches before every step.
+    They are computed on the host and cached: on a GPU that would be six launches before every step.
     """
     if torch.compiler.is_compiling():
         return _frequencies(tuple(sections), theta, device, is_interleaved)
@@ -80,8 +80,7 @@ _cached_vision_frequencies = functools.cache(_vision_frequencies)
 def mrope_cos_sin(
     positions_AT: Tensor, theta: float, sections: Sequence[int], *, is_interleaved: bool = False
 ) -> CosSin:
-    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f, or whose turn it
-    is.
+    """M-RoPE: frequency f uses the position of its axis (time, height, width), see `frequencies`.
 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
     """
@@ -118,7 +117,7 @@ def rope_reference(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor,
 
 
 def whole_heads(table: CosSin) -> CosSin:
-    """The table for both halves of a head, [T, 1, K]; sin is negative in the first, so that the rotation is x cos + swapped x sin."""
+    """The tables of both halves of a head, [T, 1, K]: sin is negative in the first, for x cos + (swapped x) sin."""
     cos, sin = table
     return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
@@ -146,7 +145,7 @@ def _mrope_kernel(
     BLOCK_F: tl.constexpr,
     INTERPRETS: tl.constexpr,
 ) -> None:
-    """Tables of BLOCK_T tokens. With libdevice's functions, which are those of PyTorch: Triton's own are approximate."""
+    """Tables of BLOCK_T tokens, with libdevice's functions as in PyTorch: Triton's own are approximate."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     f = tl.arange(0, BLOCK_F)[None, :]
     inside = (t < T) & (f < F)
@@ -228,7 +227,7 @@ def _rope_kernel(
 ) -> None:
     """TOKENS tokens in a loop; cos and sin are read once for all heads. The outputs may alias the inputs.
 
-    *_HEAD are head strides, constants so that the compiler knows the alignment of heads.
+    *_HEAD are head strides; they are constants so that the compiler knows the alignment of heads.
     """
     f = tl.arange(0, BLOCK_F)[None, :]
     for i in tl.static_range(TOKENS):

@@ -3,17 +3,16 @@
 
 Legend: R requests, V vocabulary.
 
-For a request with temperature 0 the token is the most probable one (the lowest id among equals). Otherwise, in this
-order,
+With temperature 0 the token is the most probable one (the lowest id among equals). Otherwise, in this order,
   temperature  p = softmax(logits / temperature)
-  top_k        keep the k most probable tokens, and those as probable as the last of them; k >= V keeps all, below 1 means 1
-  top_p        of these, keep a token if the more probable ones sum to less than top_p of their probability; 1 keeps all
+  top_k        keep the k most probable tokens, and all as probable as the last; k >= V keeps all, below 1 means 1
+  top_p        of these, keep a token if more probable ones sum to less than top_p of their probability; 1 keeps all
   min_p        keep those at least min_p times as probable as the most probable; 0 keeps all
 (as in Hugging Face; the most probable token always stays) and the token is
 
     argmax over the kept v of  p[v] / noise(seed, position, v),     noise exponentially distributed,
 
-which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, less one logarithm. The noise is a pure
+which draws v with probability p[v] / (sum of the kept p): the Gumbel trick with one logarithm less. The noise is a pure
 function (Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in
 the batch.
 
@@ -23,8 +22,8 @@ with NaN or +inf, or with no finite logit, gives token `NON_FINITE`; -inf is a m
 fp32. Nothing is sorted: a row is read once for a greedy token, about four times with top-k or top-p, and only the first
 time from memory.
 
-Where all requests are greedy, `most_likely` reads each row with several programs. Either kernel also stores the tokens
-where the next step and the host read them (`Destination`), so that nothing but the next step follows it on the device.
+If all requests are greedy, `most_likely` reads each row with several programs. Either kernel also stores the tokens for
+the next step and for the host (`Destination`), so that only the next step follows it on the device.
 """
 
 from typing import NamedTuple
@@ -39,14 +38,14 @@ NON_FINITE = -1
 """Token id of a row whose logits are not finite."""
 
 _SPAN = 1024
-"""One Philox call makes the noise of 4 tokens, this far apart: token id v takes word v // 1024 % 4 of counter
-v // 4096 * 1024 + v % 1024. Part of the noise's definition: changing it changes what a seed means."""
+"""One Philox call makes the noise of 4 tokens at this distance: token id v takes word v // 1024 % 4 of counter
+v // 4096 * 1024 + v % 1024. It defines the noise: another value changes the tokens of a seed."""
 _TILE, _WARPS = 8192, 16
 """Tokens per step and warps of the one program of a row; a multiple of 4 * _SPAN."""
 
 
 _LEAST_TEMPERATURE = 1e-30
-"""Lower ones count as this: their inverse would be infinite, and the score of the most likely token NaN."""
+"""Lower temperatures count as this: their inverse would be infinite, and the score of the most likely token NaN."""
 
 _LOGITS_AT_ONCE = 1 << 21
 """Logits the reference draws from at once, which bounds its temporary memory."""
@@ -61,12 +60,12 @@ _PROGRAMS_PER_SM = 4
 
 
 class Destination(NamedTuple):
-    """Where sampled tokens are stored besides the result. `NON_FINITE` is stored as token 0 on the device, which has an embedding."""
+    """Further places for sampled tokens. On the device `NON_FINITE` is stored as token 0, which has an embedding."""
 
     last_tokens: Tensor
     """[slots + 1] int64, on the device."""
     slots: Tensor
-    """[R] int32: the element of `last_tokens` that the token of each row replaces; the last one belongs to no slot."""
+    """[R] int32: the element of `last_tokens` that the token of each row replaces; the last element has no slot."""
     host: Tensor
     """[R] int64, in pinned memory of the host: complete when the device has reached the end of the kernel."""
 
@@ -97,7 +96,7 @@ def _philox(seed: Tensor, counter: Tensor, position: Tensor) -> tuple[Tensor, Te
     c0, c1, c2, c3 = counter, position, torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wraps around as a 64-bit product, whose two halves are what is wanted
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wraps around as a 64-bit product; both halves are used
         c0, c2 = (b >> 32) & 0xFFFFFFFF ^ c1 ^ k0, (a >> 32) & 0xFFFFFFFF ^ c3 ^ k1
         c1, c3 = b & 0xFFFFFFFF, a & 0xFFFFFFFF
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
@@ -141,9 +140,9 @@ def _draw_reference(
 ) -> Tensor:
     """Draw a token per row, all rows at once.
 
-    Draws without top-p first. If the drawn token is one that top-p drops, so are all that are no more likely: they are
-    masked and the draw is repeated with the same noise. The result is the argmax over the kept tokens, without sorting
-    to find them.
+    The first draw ignores top-p. If top-p drops the drawn token, it also drops all that are no more likely: they are
+    masked, and the draw is repeated with the same noise. The result is the argmax over the kept tokens, without
+    sorting.
     """
     V = x_RV.shape[1]
     peak = x_RV.amax(1, keepdim=True)
@@ -307,7 +306,7 @@ def _draw(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The token with the largest p / noise among logits >= `low` and > `barred`, and its logit. Noise is computed only for kept tokens."""
+    """The token with the largest p / noise among logits >= `low` and > `barred`, and its logit."""
     LANES: tl.constexpr = TILE // 4
     lane = tl.arange(0, LANES)
     best = tl.full([LANES], -1.0, tl.float32)
@@ -455,9 +454,8 @@ def _sample_kernel(
         min_p = tl.load(min_ps + r)
         if min_p > 0:
             low = tl.minimum(tl.maximum(low, peak + temperature * tl.log(min_p)), peak)
-        # Draw without regard to top_p. If the token drawn is one that top_p drops, so are all that are no more likely:
-        # bar them and draw again with the same noise. What comes out is the winner among the kept, without ever listing
-        # them.
+        # The first draw ignores top_p. If top_p drops the drawn token, it also drops all that are no more likely: they
+        # are barred, and the next draw has the same noise. The result is the argmax over the kept tokens.
         barred = float("-inf")
         seed = tl.load(seeds + r)
         position = tl.load(positions + r).to(tl.int32)
@@ -493,7 +491,8 @@ def _sample_triton(
         _sample_kernel[(R,)](
             logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, token_ids,
             *(destination or (token_ids,) * 3), token_ids if logprobs is None else logprobs, V, logits_RV.stride(0),
-            HAS_DESTINATION=destination is not None, WITH_LOGPROBS=with_logprobs, SPAN=_SPAN, TILE=_TILE, num_warps=_WARPS,
+            HAS_DESTINATION=destination is not None, WITH_LOGPROBS=with_logprobs, SPAN=_SPAN, TILE=_TILE,
+            num_warps=_WARPS,
         )  # fmt: skip
     return Sampled(token_ids, logprobs)
 
@@ -513,14 +512,14 @@ def _most_likely_triton(logits_RV: Tensor, destination: Destination | None) -> T
         logits_RV, peaks, tokens, V, logits_RV.stride(0), part, TILE=_GREEDY_TILE, num_warps=8, **overlap
     )  # fmt: skip
     _most_likely_kernel[(R,)](
-        peaks, tokens, token_ids, *(destination or (token_ids,) * 3), num_splits, HAS_DESTINATION=destination is not None,
-        SPLITS=_MAX_SPLITS, num_warps=1, **overlap,
+        peaks, tokens, token_ids, *(destination or (token_ids,) * 3), num_splits,
+        HAS_DESTINATION=destination is not None, SPLITS=_MAX_SPLITS, num_warps=1, **overlap,
     )  # fmt: skip
     return token_ids
 
 
 def store(token_ids_R: Tensor, destination: Destination | None) -> None:
-    """Store sampled tokens as the kernels do, after them."""
+    """Store sampled tokens, as the kernels do."""
     if destination is not None:
         destination.last_tokens[destination.slots.long()] = token_ids_R.clamp(min=0)
         destination.host.copy_(token_ids_R, non_blocking=True)

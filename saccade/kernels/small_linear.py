@@ -1,9 +1,7 @@
 # mypy: allow-untyped-decorators
-"""Linear layers for a few tokens (decode of a small batch), fused with the norm before them and the gated activation
-behind them.
+"""Linear layers for few tokens (decode of a small batch), fused with the norm before and the gated activation after.
 
-Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a
-feed-forward layer.
+Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of an MLP.
 
     small_linear:       out = x W' + bias
     norm_linear:        out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
@@ -39,7 +37,7 @@ from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_n
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_TOKENS = 8
-"""The kernel takes no more: it uses no tensor cores."""
+"""The kernel uses no tensor cores, so it is for few tokens."""
 
 
 def small_linear_reference(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -55,7 +53,7 @@ def norm_linear_reference(
     weight_ND: Tensor,
     bias_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The second: (out, what was normalised)."""
+    """The second formula: (out, what was normalised)."""
     if residual_TD is None:
         return F.linear(rms_norm_reference(x_TD, norm_weight_D, eps), weight_ND, bias_N), x_TD
     normalized_TD, total_TD = add_rms_norm_reference(x_TD, residual_TD, norm_weight_D, eps)
@@ -70,7 +68,7 @@ def norm_gated_linear_reference(
     weight_ND: Tensor,
     bias_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The third: (out, what was normalised)."""
+    """The third formula: (out, what was normalised)."""
     out_TN, total_TD = norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
     return swiglu_reference(*out_TN.chunk(2, dim=1)), total_TD
 
@@ -108,7 +106,7 @@ def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _sum_of_rows(sums: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """TOKENS x [R, C] to [R, TOKENS], with one reduction over threads for all tokens. Even before odd, as `join` interleaves."""
+    """TOKENS x [R, C] to [R, TOKENS], with one reduction over threads. Even tokens come first: `join` interleaves."""
     if TOKENS == 1:
         joined = sums[0]
     elif TOKENS == 2:
@@ -124,7 +122,7 @@ def _sum_of_rows(sums: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def rows_of_program(N: tl.tensor, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """A program's outputs [BLOCK_N] (in pairs of one if IS_GATED) and its rows of W, of N outputs; those past the last repeat it."""
+    """A program's outputs [BLOCK_N] (in pairs if IS_GATED) and its rows of W; rows past the last repeat it."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = i // 2 if IS_GATED else i
     row = tl.minimum(n, N - 1).to(tl.int64)
@@ -135,7 +133,7 @@ def rows_of_program(N: tl.tensor, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr)
 
 @triton.jit
 def gated_output(result: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """silu(gate) * up of [2 I, T], gate and up in turns and rounded to `dtype` first: [I, T] in fp32."""
+    """silu(gate) * up [I, T] in fp32 of [2 I, T], where gate and up alternate and are rounded to `dtype` first."""
     result = result.to(dtype).to(tl.float32)
     pairs = tl.reshape(result, [result.shape[0] // 2, 2, result.shape[1]])
     gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
@@ -171,8 +169,8 @@ def _linear_kernel(
 ) -> None:
     """BLOCK_N rows of W for all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes. N: outputs.
 
-    DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again:
-    no tile is moved between registers.
+    DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in its first
+    order: no tile is moved between registers.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -257,21 +255,19 @@ def _linear_kernel(
 
 
 class SmallLinearTiles(NamedTuple):
-    """Tile sizes of a layer. They depend on its shape alone, never on the number of tokens."""
+    """Tile sizes of a layer. They depend on its shape only, never on the number of tokens."""
 
     block_n: int
     """Outputs of a program."""
     block_k: int
-    """Inputs per step, of 16 bits; half as many of 32. At 256 or more per warp each thread owns the same inputs of every tile."""
+    """Inputs of 16 bits per step, half as many of 32. From 256 per warp, a thread has the same inputs of every tile."""
     num_warps: int
     depth: int
     """Tiles of W in flight, in registers."""
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's
-# product: norm and 2048 -> 2560 4.4 us (8.1), 2048 -> 2048 3.0 (6.1), norm and 2048 -> 22016 without the activation
-# 23.0 (26.9), 11008 -> 2048 12.7 (17.1). Within a step the second has other best tiles than alone: 12 layers and the
-# head take 699 us with these, 710 with 8 rows and two tiles in flight.
+# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured within a step on an H200, where other tiles are
+# best than alone. One token, bf16: norm and 2048 -> 2560 takes 4.4 us, in parts 8.1; 11008 -> 2048 12.7, in parts 17.1.
 _CUTS = {
     (False, False): SmallLinearTiles(block_n=4, block_k=1024, num_warps=4, depth=2),
     (False, True): SmallLinearTiles(block_n=16, block_k=1024, num_warps=4, depth=1),
@@ -279,12 +275,11 @@ _CUTS = {
     (True, True): SmallLinearTiles(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _WORTHWHILE_TOKENS = {(False, False): 4, (False, True): 1, (True, False): 2, (True, True): 1}
-"""Up to these ours is faster than torch's product: 2048 -> 2560 with 4 tokens 5.1 us against 6.6, 11008 -> 2048 with 2
-16.6 against 17.4 (with 3 17.0 against 17.9, too little to matter), but 2048 -> 22016 with 2 28.8 against 27.2."""
+"""Tokens up to which the kernel is faster than torch's product: 2048 -> 2560 with 4 tokens takes 5.1 us against 6.6."""
 
 
 def _tiles_for(num_outputs: int, num_inputs: int) -> SmallLinearTiles:
-    """From the table; no tile longer than a row."""
+    """The entry of the table; no tile is longer than a row."""
     tiles = _CUTS[num_inputs > 4096, num_outputs > 8192]
     block_k = min(tiles.block_k, max(256, triton.next_power_of_2(num_inputs)))
     depth = min(tiles.depth, triton.cdiv(num_inputs, block_k))
@@ -303,8 +298,11 @@ def _run(
     tiles: SmallLinearTiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for it. `tiles` and
-    `overlaps`: by default from the table and the device."""
+    """Launch the kernel: (out, x or its sum with `residual`).
+
+    `out_TN`: contiguous memory for the outputs. `tiles` and `overlaps` are those of the table and the device by
+    default.
+    """
     (num_rows, K), num_tokens = weight_NK.shape, len(x)
     tiles = tiles or _tiles_for(num_rows, K)
     N = num_rows // 2 if is_gated else num_rows
@@ -319,8 +317,8 @@ def _run(
         x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
         others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
-        TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves, DEPTH=tiles.depth,
-        VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
+        TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves,
+        DEPTH=tiles.depth, VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
     )  # fmt: skip
     return out_TN, total
 
@@ -425,5 +423,6 @@ def _check_norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight:
     if norm_weight.shape != x.shape[1:] or (residual is not None and residual.shape != x.shape):
         residual_shape = None if residual is None else tuple(residual.shape)
         raise ValueError(
-            f"norm_linear: x {tuple(x.shape)}, residual {residual_shape} and norm weight {tuple(norm_weight.shape)} do not fit"
+            f"norm_linear: x {tuple(x.shape)}, residual {residual_shape} and norm weight {tuple(norm_weight.shape)} "
+            "do not fit"
         )

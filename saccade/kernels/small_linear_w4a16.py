@@ -1,6 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Linear layers on 4-bit weights for one or two tokens (decode of a small batch), fused with the norm before them and
-the gated activation after them.
+"""Linear layers on 4-bit weights for one or two tokens, fused with the norm before and the gated activation after.
 
 Legend: T tokens (at most MAX_TOKENS for the kernel), D inputs, W words of a tile (8 inputs each), N outputs, Z groups
 of inputs that share a scale, I intermediate channels of an MLP. Weights and scales are those of `linear_w4a16.py`.
@@ -163,8 +162,8 @@ def _small_w4a16_kernel(
                 squares = squares[1:] + (squares[0] + inputs * inputs,)  # noqa: RUF005
                 inputs *= tl.load(norm_weight + at, mask=is_input, other=0.0).to(tl.float32)
             values = values + _inputs_of_nibbles(inputs, W)
-        # All tokens for each nibble: its float is then needed once. After the tokens the tuple of sums is in order
-        # again.
+        # All tokens for each nibble: its float is then needed once. After all tokens the tuple of sums is in its first
+        # order.
         products = (tl.zeros([BLOCK_N, W], tl.float32),) * TOKENS
         for j in tl.static_range(8):
             numbers = _nibble(tile, j, magic)
@@ -227,10 +226,11 @@ def _run(
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _small_w4a16_kernel[(triton.cdiv(num_rows, tiles.block_n),)](
         x, added, norm_weight, weight.words, weight.scale,
-        weight.words if weight.zero_point is None else weight.zero_point, x if weight.bias is None else weight.bias, out_TN, total, x.stride(0), added.stride(0), N, eps, MAGIC,
-        D=D, GROUP=D // Z, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, IS_GATED=is_gated,
-        HAS_ZERO=weight.zero_point is not None, HAS_BIAS=weight.bias is not None, TOKENS=num_tokens,
-        BLOCK_N=tiles.block_n, W=num_words, num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device, overlaps),
+        weight.words if weight.zero_point is None else weight.zero_point, x if weight.bias is None else weight.bias,
+        out_TN, total, x.stride(0), added.stride(0), N, eps, MAGIC, D=D, GROUP=D // Z, HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_ZERO=weight.zero_point is not None,
+        HAS_BIAS=weight.bias is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n, W=num_words,
+        num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device, overlaps),
     )  # fmt: skip
     return out_TN, total
 

@@ -18,13 +18,15 @@ from saccade.kernels.launch import tl, triton
 from saccade.kernels.linear_w8a8 import matmul_w8a8, matmul_w8a8_reference
 
 small_matmul_w8a8_reference = matmul_w8a8_reference
-"""The specification is that of any number of tokens."""
+"""The specification is the same for any number of tokens."""
 
 
 @triton.jit
 def _numbers(tile: tl.tensor, j: tl.constexpr, magic: tl.tensor) -> tl.tensor:
-    """fp8 values as floats, or byte j of words with four int8 values: set into the mantissa of 2^15, since the
-    conversion of integers is slow (16 a clock)."""
+    """fp8 values, or byte j of words with four int8 values, as floats.
+
+    Bytes are set into the mantissa of 2^15: the conversion of integers is slow (16 a clock).
+    """
     if tile.dtype == tl.int32:
         moved = (tile ^ -0x7F7F7F80) >> (8 * j - 8) if j > 0 else (tile ^ -0x7F7F7F80) << 8
         numbers = ((moved & 0xFF00) | (magic + 0x04000000)).to(tl.float32, bitcast=True) - 32896.0
@@ -123,8 +125,9 @@ def _run(
     block_d = min(tiles.num_warps * 32 * vector, max(vector, triton.next_power_of_2(x.shape[1])))
     _small_w8a8_kernel[(triton.cdiv(N, tiles.block_n),)](
         x, x_scale_T, weight, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, x.stride(0),
-        weight.stride(0), N, MAGIC, D=x.shape[1], HAS_BIAS=bias_N is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
-        num_warps=max(1, block_d // (32 * vector)), num_stages=1, **launch.overlap_options(x.device, overlaps),
+        weight.stride(0), N, MAGIC, D=x.shape[1], HAS_BIAS=bias_N is not None, TOKENS=num_tokens,
+        BLOCK_N=tiles.block_n, BLOCK_D=block_d, num_warps=max(1, block_d // (32 * vector)), num_stages=1,
+        **launch.overlap_options(x.device, overlaps),
     )  # fmt: skip
     return out_TN
 
@@ -138,7 +141,7 @@ def small_matmul_w8a8(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`matmul_w8a8`, with a kernel of its own for few tokens."""
+    """`matmul_w8a8`, with a separate kernel for few tokens."""
     able = launch.available_paths(x8_TD, "triton")
     is_small = (
         1 <= len(x8_TD) <= max_tokens(weight_ND.dtype, *weight_ND.shape)

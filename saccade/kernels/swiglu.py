@@ -10,7 +10,7 @@ row stride (the two halves of a fused projection). Saved for backward: gate and 
 
 Bytes per element in bf16: 6 forward, 10 backward.
 
-`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for
+`swiglu_linear` is `swiglu` followed by the down projection, out = y W' + bias. A separate linear layer would save y for
 its backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
 
 `swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y: 5 bytes, no
@@ -36,12 +36,12 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same, then a linear layer."""
+    """`swiglu_reference`, then a linear layer."""
     return F.linear(swiglu_reference(gate, up), weight, bias)
 
 
 def swiglu_quant_reference(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The formula, then 8 bits: [..., D] in `dtype` and the scales [...] in fp32. y is rounded to its own dtype between."""
+    """The formula, rounded to y's dtype, then 8 bits: [..., D] in `dtype` and the scales [...] in fp32."""
     y = swiglu_reference(gate.float(), up.float()).to(gate.dtype)
     quantized, scale = quantize_activation_reference(y.reshape(-1, y.shape[-1]), dtype)
     return quantized.view(y.shape), scale.view(y.shape[:-1])
@@ -65,7 +65,7 @@ def _forward_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of one row. `dim` and strides come divided by UNIT, so that the compiler knows the alignment of rows."""
+    """BLOCK columns of one row. `dim` and strides are divided by UNIT: the compiler then knows the rows' alignment."""
     dim = dim * UNIT
     row, d = _columns(dim, BLOCK)
     g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
@@ -161,8 +161,8 @@ class _Launch(NamedTuple):
 
 _QUANT_BLOCK = 16384
 """Columns of a row that 16 warps hold in registers, 32 each."""
-# Forward behind its product, H200, bf16: 2048 x 11008 takes 28.8 us, with 2048 columns and 4 warps 43.8; with 640 and
-# 1024 rows the two are equal. Backward is not tuned: bench/kernels/swiglu.py --tune measures it.
+# Forward after its product, H200, bf16: 2048 x 11008 takes 28.8 us, with 2048 columns and 4 warps 43.8. Backward is not
+# tuned: bench/kernels/swiglu.py --tune measures it.
 _CONFIGS = {"forward": _Launch(block=1024, num_warps=2), "backward": _Launch(block=1024, num_warps=4)}
 
 
@@ -238,9 +238,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if launch.choose_path("swiglu", *launch.available_paths(gate, "triton")) == "triton":
         return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     if not torch.is_grad_enabled():
-        return F.silu(gate).mul_(
-            up
-        )  # as the reference, in one piece of memory: a third of its time for 220 rows of 2432 (two cores)
+        return F.silu(gate).mul_(up)  # the reference in place: a third of its time for 220 rows of 2432 on two cores
     return swiglu_reference(gate, up)
 
 
@@ -267,9 +265,9 @@ def swiglu_quant(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     block = min(_QUANT_BLOCK, triton.next_power_of_2(dim))
     if num_rows * dim:
         _quant_kernel[(num_rows,)](
-            gate_ND, up_ND, quantized, scale, gate_ND.stride(0) // unit, up_ND.stride(0) // unit, dim // unit, UNIT=unit,
-            BLOCK=block, IS_WHOLE=dim <= block, LARGEST_VALUE=LARGEST[dtype], num_warps=max(1, min(16, block // 512)),
-            **launch.overlap_options(gate.device),
+            gate_ND, up_ND, quantized, scale, gate_ND.stride(0) // unit, up_ND.stride(0) // unit, dim // unit,
+            UNIT=unit, BLOCK=block, IS_WHOLE=dim <= block, LARGEST_VALUE=LARGEST[dtype],
+            num_warps=max(1, min(16, block // 512)), **launch.overlap_options(gate.device),
         )  # fmt: skip
     return quantized, scale.view(gate.shape[:-1])
 

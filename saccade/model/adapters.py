@@ -32,9 +32,10 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MIN_RANK = 16
 """The kernel's smallest."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "modules_to_save": (None, []), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False), "lora_bias": (None, False),
-    "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "layer_replication": (None, []), "trainable_token_indices": (None,),
-    "target_parameters": (None, []), "megatron_config": (None,), "use_qalora": (None, False), "alora_invocation_tokens": (None,),
+    "modules_to_save": (None, []), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
+    "lora_bias": (None, False), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
+    "layer_replication": (None, []), "trainable_token_indices": (None,), "target_parameters": (None, []),
+    "megatron_config": (None,), "use_qalora": (None, False), "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }  # fmt: skip
 """Settings that change what an adapter computes, and their values that do not."""

@@ -104,9 +104,7 @@ def test_prompt_chunks_and_decode_mix_in_one_call(heads, device, dtype):
     ("new", "num_decode"), [([1, 1, 1, 9, 0, 3], 3), ([1, 1], 2), ([1, 70, 1], 1)], ids=["mixed", "decode alone", "few"]
 )
 @pytest.mark.parametrize("num_splits", [None, 3], ids=["whole", "split"])
-def test_decode_requests_keep_their_schedule_beside_prefill(
-    new, num_decode, num_splits, device, one_dtype, monkeypatch
-):
+def test_decode_requests_keep_their_schedule_with_prefill(new, num_decode, num_splits, device, one_dtype, monkeypatch):
     """Two launches; the second finds its tokens after those of the first."""
     if num_splits is not None:
         monkeypatch.setattr(module, "schedule_prefill", lambda **sizes: many_splits(num_splits))

@@ -19,8 +19,8 @@ IGNORE = ("re:.*lm_head", "re:.*visual.*", "re:.*vision_tower.*", "re:.*multi_mo
 
 
 def write_quantized(
-    source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE, change: Callable[[QuantizationArgs], None] | None = None,
-    inputs: QuantizationArgs | None = None,
+    source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE,
+    change: Callable[[QuantizationArgs], None] | None = None, inputs: QuantizationArgs | None = None,
 ) -> Path:  # fmt: skip
     """Quantize the folder `source` with a preset of the package, round to nearest, into `out`; its decompressed weights
     into `out`-plain.

@@ -130,8 +130,9 @@ def write(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32, max_sh
     description = tokenizer_description(shape.prepends)
     image_id = description["added_tokens"][-1]["id"]
     config = LlavaNextConfig(
-        text_config=shape.text | {"bos_token_id": 1, "eos_token_id": 2}, vision_config=shape.vision, tie_word_embeddings=shape.tied,
-        image_token_index=image_id, image_grid_pinpoints=shape.resolutions, **shape.other,
+        text_config=shape.text | {"bos_token_id": 1, "eos_token_id": 2}, vision_config=shape.vision,
+        tie_word_embeddings=shape.tied, image_token_index=image_id, image_grid_pinpoints=shape.resolutions,
+        **shape.other,
     )  # fmt: skip
     torch.manual_seed(len(shape.name))
     model = LlavaNextForConditionalGeneration(config).eval()

@@ -73,8 +73,8 @@ def _text(heads: int, kv_heads: int, width: int, **more: Any) -> dict[str, Any]:
 
 def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: int = 2, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "siglip_vision_model", "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 100,
-        "num_hidden_layers": layers, "image_size": image_size, "patch_size": patch_size,
+        "model_type": "siglip_vision_model", "hidden_size": width, "num_attention_heads": heads,
+        "intermediate_size": 100, "num_hidden_layers": layers, "image_size": image_size, "patch_size": patch_size,
     } | more  # fmt: skip
 
 
@@ -91,8 +91,8 @@ class ImagesOnly(LlavaOnevisionProcessor):
     """The processor without videos, whose part needs torchvision."""
 
     def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, num_image_tokens: int | None = None, vision_aspect_ratio: str = "",
-        vision_feature_select_strategy: str = "full", chat_template: str | None = None,
+        self, image_processor: Any = None, tokenizer: Any = None, num_image_tokens: int | None = None,
+        vision_aspect_ratio: str = "", vision_feature_select_strategy: str = "full", chat_template: str | None = None,
     ) -> None:  # fmt: skip
         self.num_image_tokens, self.vision_aspect_ratio = num_image_tokens, vision_aspect_ratio
         self.vision_feature_select_strategy = vision_feature_select_strategy
@@ -106,9 +106,9 @@ def write(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32, max_sh
     folder.mkdir(exist_ok=True)
     spoken, token_ids, _ = with_vision_tokens(byte_tokenizer(), FAMILY)
     config = LlavaOnevisionConfig(
-        text_config=shape.text | {"eos_token_id": spoken.eos_ids[0]}, vision_config=shape.vision, tie_word_embeddings=shape.tied,
-        image_token_index=token_ids["image"], video_token_index=token_ids["video"], image_grid_pinpoints=shape.resolutions,
-        vision_aspect_ratio=f"anyres_max_{shape.max_tiles}", **shape.other,
+        text_config=shape.text | {"eos_token_id": spoken.eos_ids[0]}, vision_config=shape.vision,
+        tie_word_embeddings=shape.tied, image_token_index=token_ids["image"], video_token_index=token_ids["video"],
+        image_grid_pinpoints=shape.resolutions, vision_aspect_ratio=f"anyres_max_{shape.max_tiles}", **shape.other,
     )  # fmt: skip
     config.tie_word_embeddings = shape.tied or bool(shape.text.get("tie_word_embeddings"))
     torch.manual_seed(len(shape.name))
@@ -159,8 +159,9 @@ def _sparse(config: dict[str, Any]) -> dict[str, Any]:
     text, vision = config["text_config"], config["vision_config"]
     text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
     kept = {
-        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-        "rope_theta", "tie_word_embeddings", "image_size", "patch_size", "vision_use_head", "eos_token_id",
+        "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size", "rope_theta", "tie_word_embeddings", "image_size", "patch_size",
+        "vision_use_head", "eos_token_id",
     }  # fmt: skip
     if text["rms_norm_eps"] != 1e-6:
         kept |= {"rms_norm_eps"}

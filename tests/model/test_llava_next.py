@@ -92,11 +92,14 @@ def test_the_window_is_seen(tmp_path):
 
 
 MISTRAL = {
-    "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
-    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]], "projector_hidden_act": "gelu",
+    "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"], "ignore_index": -100,
+    "image_token_index": 32000,
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "projector_hidden_act": "gelu",
     "text_config": {"_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2", "architectures": ["MistralForCausalLM"], "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "vocab_size": 32064},
     "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768, "vocab_size": 32000},
-    "tie_word_embeddings": False, "use_image_newline_parameter": True, "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    "tie_word_embeddings": False, "use_image_newline_parameter": True, "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default", "vocab_size": 32064,
 }  # fmt: skip
 VICUNA = MISTRAL | {
     "text_config": {"_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "model_type": "llama", "pad_token_id": 0, "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32064},

@@ -64,7 +64,8 @@ def test_a_merged_checkpoint_answers_as_the_served_adapter(command, base, adapte
     assert [one.token_ids for one in merged] == [one.token_ids for one in served] != [one.token_ids for one in plain]
     for a, b in zip(merged, served, strict=True):
         torch.testing.assert_close(
-            torch.tensor([x.logprob for x in a.logprobs]), torch.tensor([x.logprob for x in b.logprobs]), rtol=1e-3, atol=1e-3
+            torch.tensor([x.logprob for x in a.logprobs]), torch.tensor([x.logprob for x in b.logprobs]), rtol=1e-3,
+            atol=1e-3
         )  # fmt: skip
 
 

@@ -169,8 +169,9 @@ def test_missing_surplus_and_misshaped_tensors_are_named_in_one_error(own):
         load_model(own, device="cpu")
     message = str(caught.value)
     for part in (
-        f"{own}: the tensors do not fit", "missing model.norm.weight", "missing visual.blocks.1.attn.qkv.bias", "surplus model.layers.7.mlp.up_proj.weight",
-        "surplus quite.unknown", "visual.merger.ln_q.weight is [3], expected [64]",
+        f"{own}: the tensors do not fit", "missing model.norm.weight", "missing visual.blocks.1.attn.qkv.bias",
+        "surplus model.layers.7.mlp.up_proj.weight", "surplus quite.unknown",
+        "visual.merger.ln_q.weight is [3], expected [64]",
     ):  # fmt: skip
         assert part in message
 

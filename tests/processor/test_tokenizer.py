@@ -60,11 +60,7 @@ def test_text_that_a_tokenizer_cannot_keep_as_text_is_refused_by_name():
     described = {
         "version": "1.0",
         "added_tokens": [{"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-        "truncation": None,
+        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None, "truncation": None,
         "padding": None,
         "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -9.0]]},
     }  # fmt: skip
@@ -182,7 +178,8 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"nonsense", b"{}", b"[]", b"5", b"null", b'{"model": {"type": "x"}}', b'{"added_tokens": [{}]}', b"\xff\xfe"]
+    "content",
+    [b"", b"nonsense", b"{}", b"[]", b"5", b"null", b'{"model": {"type": "x"}}', b'{"added_tokens": [{}]}', b"\xff\xfe"]
 )  # fmt: skip
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
