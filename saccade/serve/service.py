@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -416,13 +416,3 @@ def _salt(key: ApiKey | None, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return tenant
     return hashlib.sha256(tenant + b"\0" + cache_salt.encode()).digest()[:16]
-
-
-def usage_of(record: RequestRecord) -> dict[str, Any]:
-    """Tokens of a request, as OpenAI's API reports them."""
-    return {
-        "prompt_tokens": record.num_prompt_tokens,
-        "completion_tokens": record.num_output_tokens,
-        "total_tokens": record.num_prompt_tokens + record.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": record.num_cached_tokens},
-    }

@@ -56,5 +56,6 @@ def test_usage_that_is_streamed_counts_the_tokens_of_the_answer(server, route):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = stream(server, route, body_of(route, stop="a" * 11, stream=True, stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert len(counts) > 1, "with every chunk, not at the end alone"
     assert counts == sorted(counts)
     assert counts[-1] == 11

@@ -67,7 +67,7 @@ class Result:
     """From the start of the front to ready."""
     num_media_kills: int = 0
     memory_mb: list = field(default_factory=list)
-    """(requests, memory of all processes) after the last kill of the front."""
+    """(requests, memory of all processes), about every second."""
 
     @property
     def num_ended(self):
@@ -221,12 +221,12 @@ class Chaos:
                 await (self.kill_core() if name == "core" else self.kill_front())
 
     async def watch_memory(self, num_requests):
-        """Sample the memory of all processes in the last third."""
+        """Sample the memory of all processes."""
         while self.result.num_ended < num_requests:
-            if self.result.num_ended > 0.7 * num_requests:
+            if self._is_up.is_set():
                 found = await asyncio.to_thread(holdings, self._server)
                 self.result.memory_mb.append((self.result.num_ended, found.memory_mb))
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
 
 
 def _ending_of_stream(outcome, num_completions):
@@ -296,7 +296,7 @@ async def measure(server, *, requests, clients, kills, seed):
         problems.append(f"{after.num_processes} processes instead of {before.num_processes}")
     if num_tracebacks := server.log.count("Traceback"):
         problems.append(f"{num_tracebacks} tracebacks in the log")
-    memory = result.memory_mb
+    memory = [sample for sample in result.memory_mb if sample[0] > 0.7 * requests]  # the front is killed no more
     slope = float(np.polyfit(*zip(*memory, strict=True), 1)[0]) * 1000 if len(memory) > 2 else 0.0
     return {
         "requests": result.num_ended,
@@ -308,6 +308,7 @@ async def measure(server, *, requests, clients, kills, seed):
         "front_restarts_s": result.front_restarts_s,
         "before": asdict(before),
         "after": asdict(after),
+        "memory_mb": result.memory_mb,
         "memory_mb_per_1000_requests": slope,
     }
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -14,17 +12,17 @@ from saccade.engine import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
 from saccade.errors import UserError
 from saccade.processor.tools import check_tools
+from saccade.serve.answer import ChoicesAnswer
 from saccade.serve.conversation import conversation_of, prompt_input
-from saccade.serve.errors import ApiError, bad_request
-from saccade.serve.generation import ChoiceDelta, Generation, cancelled_on_disconnect, error_of
+from saccade.serve.errors import bad_request
+from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import chat_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.chat import ChatCompletion, ChatRequest
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of, structured_field_of
-from saccade.serve.service import Service, usage_of
-from saccade.serve.sse import DONE, EventStream, event
+from saccade.serve.service import Service
 from saccade.serve.tool_calls import (
     ContentDelta,
     ParsedOutput,
@@ -51,16 +49,8 @@ def router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         adapter = service.check_model(body.model)
         generation, tool_names = await _start(service, body, request, adapter)
-        answer = _Answer(service, body, request.state.record, tool_names)
-        if body.stream:
-            return EventStream(generation, answer.chunks(generation))
-        async with cancelled_on_disconnect(generation, request.receive):
-            completions = await generation.wait()
-        if body.prompt_logprobs is not None:  # one entry per token of the prompt: not on the event loop
-            content = await asyncio.to_thread(answer.whole, completions)
-        else:
-            content = answer.whole(completions)
-        return Response(orjson.dumps(content), media_type="application/json")
+        answer = _ChatAnswer(service, body, request.state.record, generation, tool_names)
+        return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
 
@@ -131,26 +121,31 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
         raise bad_request(str(error), param="tools") from error
 
 
-class _Answer:
-    """Puts completions into the shape of the API."""
+class _ChatAnswer(ChoicesAnswer):
+    """Messages of the assistant, with the tool calls that are found in their text."""
 
-    def __init__(self, service: Service, body: ChatRequest, record: RequestRecord, tool_names: frozenset[str]) -> None:
-        self._service, self._body, self._record, self._tool_names = service, body, record, tool_names
-        self._fields = {
-            "id": record.id.replace("req-", "chatcmpl-"),
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": body.model,
-            "system_fingerprint": service.fingerprint,
-        }
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        record: RequestRecord,
+        generation: Generation,
+        tool_names: frozenset[str],
+    ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, record, generation, object=kind, id_prefix="chatcmpl-")
+        self._body, self._processor, self._tool_names = body, service.processor, tool_names
+        self.scores_prompt = body.prompt_logprobs is not None
+        chunk = _ChunkWriter(self.fields, has_usage=self.has_usage)
+        self._choices = [_ChoiceStream(self, chunk, index) for index in range(len(generation.completions))]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
         scored = completions[0].prompt_logprobs
-        extra = {} if scored is None else {"prompt_logprobs": prompt_logprobs(scored, self._service.processor)}
-        return self._fields | {
+        extra = {} if scored is None else {"prompt_logprobs": prompt_logprobs(scored, self._processor)}
+        return self.fields | {
             "choices": [self._choice(index, completion) for index, completion in enumerate(completions)],
-            "usage": usage_of(self._record),
+            "usage": self.usage(),
             "service_tier": None,
             **extra,
         }
@@ -171,30 +166,17 @@ class _Answer:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if not self._body.logprobs or logprobs is None:
             return None
-        return chat_logprobs(logprobs, self._service.processor)
+        return chat_logprobs(logprobs, self._processor)
 
     # -------------------------------------------------------------- streamed
 
-    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The answer as server-sent events. Deltas of a completion that arrived together are one chunk."""
-        options = self._body.stream_options
-        has_usage, repeats_usage = (
-            bool(options and options.include_usage),
-            bool(options and options.continuous_usage_stats),
-        )
-        chunk = _ChunkWriter(self._fields, has_usage=has_usage)
-        choices = [_ChoiceStream(self, chunk, index) for index in range(len(generation.completions))]
-        num_tokens = 0
-        yield b"".join([chunk.first(choice.index) for choice in choices])
-        async for deltas in generation.deltas():
-            num_tokens += sum([len(delta.token_ids) for _, delta in deltas])
-            usage = _usage(generation.num_prompt_tokens, num_tokens) if repeats_usage else None
-            events = [one for index, own in _by_choice(deltas) for one in choices[index].events(own, usage)]
-            if events:
-                yield b"".join(events)
-        if has_usage:
-            yield event(orjson.dumps(self._fields | {"choices": [], "usage": usage_of(self._record)}))
-        yield DONE
+    def first_chunk(self) -> bytes:
+        """The role of every choice."""
+        return b"".join([choice.first() for choice in self._choices])
+
+    def events(self, deltas: Sequence[ChoiceDelta], usage: dict[str, int] | None) -> list[bytes]:
+        """The events of new deltas. Deltas of a completion that arrived together are one event."""
+        return [one for index, own in _by_choice(deltas) for one in self._choices[index].events(own, usage)]
 
     def parser(self) -> ToolCallParser | None:
         """Finds tool calls in the text of one completion, if there may be any."""
@@ -205,18 +187,17 @@ class _Answer:
         logprobs = [one for delta in deltas for one in delta.logprobs] if self._body.logprobs else []
         return self._logprobs(logprobs) if logprobs else None
 
-    def error_event(self, error: ApiError) -> bytes:
-        """The event of an error after the stream has begun."""
-        self._record.error_code = error.code
-        return event(orjson.dumps(error.body))
-
 
 class _ChoiceStream:
     """Turns the deltas of one completion into events."""
 
-    def __init__(self, answer: _Answer, chunk: _ChunkWriter, index: int) -> None:
-        self._answer, self._chunk, self.index = answer, chunk, index
+    def __init__(self, answer: _ChatAnswer, chunk: _ChunkWriter, index: int) -> None:
+        self._answer, self._chunk, self._index = answer, chunk, index
         self._parser = answer.parser()
+
+    def first(self) -> bytes:
+        """The role."""
+        return self._chunk.first(self._index)
 
     def events(self, deltas: Sequence[CompletionDelta], usage: dict[str, int] | None) -> Iterator[bytes]:
         """Text, tool calls, and the end."""
@@ -229,16 +210,16 @@ class _ChoiceStream:
         logprobs = self._answer.delta_logprobs(deltas)
         may_be_empty = self._parser is None and completion is None  # tokens whose text is incomplete, or that have none
         if text or logprobs is not None or may_be_empty:
-            yield self._chunk.text(self.index, text, logprobs, usage)
+            yield self._chunk.text(self._index, text, logprobs, usage)
         if calls:
-            yield self._chunk.tool_calls(self.index, calls, usage)
+            yield self._chunk.tool_calls(self._index, calls, usage)
         if completion is not None:
             error = error_of(completion)
             yield self._answer.error_event(error) if error is not None else self._last(completion, usage)
 
     def _last(self, completion: Completion, usage: dict[str, int] | None) -> bytes:
         num_calls = 0 if self._parser is None else self._parser.num_calls
-        return self._chunk.last(self.index, _finish_reason(completion, num_calls), usage)
+        return self._chunk.last(self._index, _finish_reason(completion, num_calls), usage)
 
 
 def _finish_reason(completion: Completion, num_calls: int) -> str:
@@ -257,15 +238,6 @@ def _by_choice(deltas: Sequence[ChoiceDelta]) -> list[tuple[int, list[Completion
     for number, delta in deltas:
         found.setdefault(number, []).append(delta)
     return list(found.items())
-
-
-def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
-    """Tokens so far."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-    }
 
 
 class _ChunkWriter:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
+from saccade.serve.answer import ChoicesAnswer
 from saccade.serve.errors import bad_request
-from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
+from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of, structured_field_of
-from saccade.serve.service import PromptInput, Service, text_input, usage_of
-from saccade.serve.sse import DONE, EventStream, event
+from saccade.serve.service import PromptInput, Service, text_input
+from saccade.serve.sse import event
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -66,16 +64,8 @@ def router(service: Service) -> APIRouter:
             cache_salt=body.cache_salt,
             structured_field=structured_field,
         )
-        answer = _Answer(service, body, request.state.record, generation)
-        if body.stream:
-            return EventStream(generation, answer.chunks(generation))
-        async with cancelled_on_disconnect(generation, request.receive):
-            completions = await generation.wait()
-        if samplings[0].prompt_logprobs is not None:  # one entry per token of the prompt: not on the event loop
-            content = await asyncio.to_thread(answer.whole, completions)
-        else:
-            content = answer.whole(completions)
-        return Response(orjson.dumps(content), media_type="application/json")
+        answer = _CompletionAnswer(service, body, request.state.record, generation)
+        return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
 
@@ -104,26 +94,23 @@ def _prompt_input(service: Service, prompt: str | list[int]) -> PromptInput:
     )
 
 
-class _Answer:
-    """Puts completions into the shape of the API."""
+class _CompletionAnswer(ChoicesAnswer):
+    """Texts that continue the prompts."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, record: RequestRecord, generation: Generation
     ) -> None:
-        self._body, self._record, self._generation, self._processor = body, record, generation, service.processor
-        self._logprobs = partial(completion_logprobs, processor=service.processor)
-        self._fields = {
-            "id": record.id.replace("req-", "cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model,
-            "system_fingerprint": service.fingerprint,
-        }
+        super().__init__(service, body, record, generation, object="text_completion", id_prefix="cmpl-")
+        self._body, self._processor = body, service.processor
+        self.scores_prompt = _num_prompt_logprobs(body) is not None
+        self._chunk_fields = self.fields | ({"usage": None} if self.has_usage else {})
+        self._offsets = [0] * len(generation.completions)
+        """Characters of the tokens that were sent, of each completion."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
         choices = [self._whole_choice(index, one) for index, one in enumerate(completions)]
-        return self._fields | {"choices": choices, "usage": usage_of(self._record)}
+        return self.fields | {"choices": choices, "usage": self.usage()}
 
     def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         choice = self._choice(index, completion.text, completion.logprobs, 0, completion.finish_reason)
@@ -131,7 +118,7 @@ class _Answer:
         if self._body.prompt_logprobs is not None and scored is not None:
             choice["prompt_logprobs"] = prompt_logprobs(scored, self._processor)
         if self._body.echo:
-            prompt = self._generation.prompt_token_ids[index // (self._body.n or 1)]
+            prompt = self.generation.prompt_token_ids[index // (self._body.n or 1)]
             choice["text"] = self._processor.tokenizer.decode(prompt, skip_special=False) + completion.text
             if choice["logprobs"] is not None and scored is not None:
                 choice["logprobs"] = echoed_logprobs(prompt, scored, completion.logprobs or (), self._processor)
@@ -142,31 +129,23 @@ class _Answer:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(logprobs, offset=offset) if has_logprobs else None,
+            "logprobs": completion_logprobs(logprobs, processor=self._processor, offset=offset)
+            if has_logprobs
+            else None,
             "finish_reason": finish_reason,
         }
 
-    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
-        has_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
-        fields = self._fields | ({"usage": None} if has_usage else {})
-        offsets = [0] * len(generation.completions)  # characters of the tokens before, of each completion
-        async for deltas in generation.deltas():
-            events = []
-            for index, delta in deltas:
-                error = None if delta.completion is None else error_of(delta.completion)
-                if error is not None:
-                    self._record.error_code = error.code
-                    events.append(event(orjson.dumps(error.body)))
-                    continue
-                reason = None if delta.completion is None else delta.completion.finish_reason
-                if delta.text or delta.token_ids or reason:  # tokens may have no text, or none yet
-                    choice = self._choice(index, delta.text, delta.logprobs, offsets[index], reason)
-                    events.append(event(orjson.dumps(fields | {"choices": [choice]})))
-                    if choice["logprobs"] is not None:  # text of these tokens may be held back
-                        offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
-            if events:
-                yield b"".join(events)
-        if has_usage:
-            yield event(orjson.dumps(self._fields | {"choices": [], "usage": usage_of(self._record)}))
-        yield DONE
+    def events(self, deltas: Sequence[ChoiceDelta], usage: dict[str, int] | None) -> list[bytes]:
+        """An event for every delta with new tokens or an end."""
+        events, fields = [], self._chunk_fields | ({} if usage is None else {"usage": usage})
+        for index, delta in deltas:
+            if delta.completion is not None and (error := error_of(delta.completion)) is not None:
+                events.append(self.error_event(error))
+                continue
+            reason = None if delta.completion is None else delta.completion.finish_reason
+            if delta.text or delta.token_ids or reason:  # tokens may have no text, or none yet
+                choice = self._choice(index, delta.text, delta.logprobs, self._offsets[index], reason)
+                events.append(event(orjson.dumps(fields | {"choices": [choice]})))
+                if choice["logprobs"] is not None:  # text of these tokens may be held back
+                    self._offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
+        return events

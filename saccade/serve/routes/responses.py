@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
+from saccade.serve.answer import Answer
 from saccade.serve.conversation import Conversation, check_media_url, extra_fields, prompt_input
 from saccade.serve.errors import bad_request
-from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
+from saccade.serve.generation import Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.chat import JsonSchema, JsonSchemaFormat, ResponseFormat
@@ -21,7 +22,7 @@ from saccade.serve.protocol.responses import InputImage, NamedSchema, ResponsesA
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of
 from saccade.serve.service import Service
-from saccade.serve.sse import EventStream, event
+from saccade.serve.sse import event
 
 
 def router(service: Service) -> APIRouter:
@@ -37,12 +38,8 @@ def router(service: Service) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         adapter = service.check_model(body.model)
         generation = await _start(service, body, request, adapter)
-        answer = _Answer(service, body, request.state.record)
-        if body.stream:
-            return EventStream(generation, answer.events(generation))
-        async with cancelled_on_disconnect(generation, request.receive):
-            [completion] = await generation.wait()
-        return Response(orjson.dumps(answer.ended(completion)), media_type="application/json")
+        answer = _ResponsesAnswer(body, request.state.record, generation)
+        return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
 
@@ -102,11 +99,11 @@ def _part(part: Any, where: str, allows_remote: bool) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
-class _Answer:
-    """Puts a completion into the shape of the API."""
+class _ResponsesAnswer(Answer):
+    """One message of the assistant."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, record: RequestRecord) -> None:
-        self._record = record
+    def __init__(self, body: ResponsesRequest, record: RequestRecord, generation: Generation) -> None:
+        super().__init__(record, generation)
         number = record.id.removeprefix("req-")
         self._item_id = f"msg_{number}"
         self._sequence_number = -1
@@ -137,15 +134,16 @@ class _Answer:
             "metadata": body.metadata or {},
         }
 
-    def ended(self, completion: Completion) -> dict[str, Any]:
-        """The whole answer."""
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer at once."""
+        [completion] = completions
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         return self._fields | {
             "status": status,
             "completed_at": int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [self._item(status, [_text(completion.text)])],
-            "usage": _usage(self._record),
+            "usage": _usage(self.record),
         }
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -157,7 +155,7 @@ class _Answer:
         self._sequence_number += 1
         return event(orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **fields}), kind)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
         item, part = {"output_index": 0}, {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield b"".join(
@@ -168,17 +166,17 @@ class _Answer:
                 self._event("response.content_part.added", **part, part=_text("")),
             ]
         )
-        async for deltas in generation.deltas():
+        async for deltas in self.generation.deltas():
             if text := "".join([delta.text for _, delta in deltas]):
                 yield self._event("response.output_text.delta", **part, delta=text, logprobs=[])
-        [completion] = generation.completions
+        [completion] = self.generation.completions
         assert completion is not None, "it has ended"
         if (error := error_of(completion)) is not None:
-            self._record.error_code = error.code
+            self.record.error_code = error.code
             failed = self._fields | {"status": "failed", "error": {"code": "server_error", "message": error.detail}}
             yield self._event("response.failed", response=failed)
             return
-        answer = self.ended(completion)
+        answer = self.whole([completion])
         [message] = answer["output"]
         yield b"".join(
             [
