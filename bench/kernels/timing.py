@@ -207,7 +207,8 @@ def main(rows: Callable[[], Iterable[Row]], tune: Callable[[], Iterable[Row]] | 
     ceilings = measured_ceilings()
     name = torch.cuda.get_device_name()
     print(
-        f"{name}, torch {torch.__version__}: copy {ceilings.copy_tb_s:.2f} TB/s, matmul {ceilings.matmul_tflop_s:.0f} TFLOP/s"
+        f"{name}, torch {torch.__version__}: copy {ceilings.copy_tb_s:.2f} TB/s, matmul "
+        f"{ceilings.matmul_tflop_s:.0f} TFLOP/s"
     )
     kept = list(shown(tune() if tune and options.tune else rows()))
     if options.out:

@@ -107,7 +107,7 @@ class _Call(NamedTuple):
 
 
 def _can_dense(call: _Call) -> bool:
-    """Equal and round lengths, unmasked or with torch's mask (top left): cuDNN plans for 10 ms and more for a new shape."""
+    """Equal, round lengths, unmasked or with torch's mask (top left): cuDNN plans 10 ms and more for a new shape."""
     is_round = call.max_seqlen_q % 128 == 0 and call.max_seqlen_k % 128 == 0
     is_aligned = call.window is None and (not call.causal or call.max_seqlen_q == call.max_seqlen_k)
     return call.q.is_cuda and call.is_half and call.has_equal_lengths and is_round and is_aligned

@@ -69,7 +69,8 @@ def apply_token_mask(logits_SV: Tensor, mask_NW: Tensor, rows_N: Tensor) -> None
     if not (has_dtypes and has_shapes and is_contiguous):
         raise ValueError(
             f"apply_token_mask: logits {tuple(logits_SV.shape)} need {num_words} int32 words per masked row and int64 "
-            f"rows, not {mask_NW.dtype} {tuple(mask_NW.shape)} and {rows_N.dtype} {tuple(rows_N.shape)}; rows are contiguous"
+            f"rows, not {mask_NW.dtype} {tuple(mask_NW.shape)} and {rows_N.dtype} {tuple(rows_N.shape)}; "
+            "rows are contiguous"
         )
     path = launch.choose_path("apply_token_mask", *launch.available_paths(logits_SV, "triton"))
     (_apply_triton if path == "triton" else apply_token_mask_reference)(logits_SV, mask_NW, rows_N)

@@ -4,7 +4,7 @@
     model = load_model("checkpoint/", device="cuda", dtype="bf16")
     logits = model(inputs)                       # [total tokens, vocabulary]
 
-Start with `vlm.py` (embed text, encode images, merge both, run the decoder), then `vision.py` and `language.py`.
+Start with `vlm.py` (embed text, encode images, merge both, run the decoder), then `vision/` and `language.py`.
 `families/` has the names and sizes of each model family, `weights.py` reads and writes checkpoint folders,
 `initialize.py` makes new ones, `generation.py` is the reference generation that the engine is compared with.
 """

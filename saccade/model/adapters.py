@@ -1,7 +1,7 @@
 """Many LoRA adapters on one model, chosen per token: read PEFT folders, keep their matrices in slots on the device.
 
     load_adapter   adapter_config.json, adapter_model.safetensors  ->  matrices by projection, checked, on the host
-    AdapterBank    slots of fixed size beside the projections of the decoder; a slot is filled and emptied while the model serves
+    AdapterBank    slots of fixed size for each projection of the decoder; they are filled and emptied while serving
 
 The base weights are not touched and may be stored in any form. A token's slot is an integer on the device (0: the base
 model), so that requests with different adapters share every step (`kernels/grouped_lora.py`).
@@ -30,7 +30,7 @@ from saccade.processor.folder import read_json
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _MIN_RANK = 16
-"""The kernel's smallest."""
+"""The smallest rank of the kernel."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "lora_bias": (None, False), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
@@ -38,11 +38,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "megatron_config": (None,), "use_qalora": (None, False), "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }  # fmt: skip
-"""Settings that change what an adapter computes, and their values that do not."""
+"""Settings that can change what an adapter computes, and their values that do not."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 """Initializations that change the base weights too."""
 _MAX_LOW_SHARE = 1 / 4
-"""Rows of A of all slots, as a fraction of the outputs of their projections, up to which they are computed in the same product."""
+"""Maximum rows of A of all slots, as a fraction of the outputs of their projections, for one product of both."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Adapter:
 
     rank: int
     scale: float
-    """What B A x is multiplied with."""
+    """The factor of B A x."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """A [R, D] and B [N, R] by name of the projection."""
     digest: bytes
@@ -62,7 +62,7 @@ class Adapter:
 
 
 def load_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], family: Any) -> Adapter:
-    """Read a PEFT folder for a model whose projections have these `shapes`: outputs and inputs by name. What is not supported is refused."""
+    """Read a PEFT folder; anything unsupported is refused. `shapes`: outputs and inputs of the projections, by name."""
     folder = Path(folder)
     rank, scale = _read_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
@@ -96,7 +96,7 @@ def adapter_rank(folder: str | Path) -> int:
 
 
 def _read_config(folder: Path) -> tuple[int, float]:
-    """Rank and scale. Settings we would have to ignore are refused by name."""
+    """Rank and scale. Unsupported settings are refused by name."""
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder}: no {CONFIG_FILE}. An adapter is a folder that PEFT or `saccade train` wrote")
     raw = read_json(folder / CONFIG_FILE)
@@ -105,23 +105,26 @@ def _read_config(folder: Path) -> tuple[int, float]:
     for name, plain in _PLAIN.items():
         if raw.get(name) not in plain:
             raise CheckpointError(
-                f"{folder}: {name} is {raw[name]!r}, which is not supported. Merge the adapter into its model with PEFT, or train without it"
+                f"{folder}: {name} is {raw[name]!r}, which is not supported. Merge the adapter into its model "
+                "with PEFT, or train without it"
             )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise CheckpointError(
-            f"{folder}: init_lora_weights is {start!r}, which changes the base weights too. Convert it with PEFT's path_initial_model_for_weight_conversion"
+            f"{folder}: init_lora_weights is {start!r}, which changes the base weights too. Convert it with "
+            "PEFT's path_initial_model_for_weight_conversion"
         )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or not isinstance(alpha, int | float):
         raise CheckpointError(
-            f"{folder}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers, r from 1. Copy {CONFIG_FILE} again"
+            f"{folder}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers, r from 1. Copy "
+            f"{CONFIG_FILE} again"
         )
     return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
 
 
 def _projection_and_matrix(folder: Path, name: str, family: Any) -> tuple[str, str]:
-    """base_model.model.NAME.lora_A.weight to (projection, A). Names of any version of `transformers`."""
+    """base_model.model.NAME.lora_A.weight to (projection, A), for names of any version of `transformers`."""
     module, _, matrix = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
     if not name.startswith("base_model.model.") or matrix not in ("lora_A", "lora_B"):
         raise CheckpointError(
@@ -141,9 +144,11 @@ def _pair(
     if layer not in shapes:
         is_served = layer.partition(".")[0] in {name.partition(".")[0] for name in shapes}
         raise CheckpointError(
-            f"{folder}: it adapts {layer}, which the model does not have. Use the adapter with the model it was trained on"
+            f"{folder}: it adapts {layer}, which the model does not have. Use the adapter with the model it was "
+            "trained on"
             if is_served or not layer.startswith(("vision.", "projector."))
-            else f"{folder}: it adapts the vision tower or projector ({layer}), which is not served. Merge it into its model: saccade merge"
+            else f"{folder}: it adapts the vision tower or projector ({layer}), which is not served. Merge it "
+            "into its model: saccade merge"
         )
     found = [tensors.get((layer, matrix)) for matrix in ("lora_A", "lora_B")]
     outputs, inputs = shapes[layer]
@@ -151,7 +156,8 @@ def _pair(
     if any(tensor is None or tuple(tensor.shape) != shape for tensor, shape in zip(found, expected, strict=True)):
         stored = [None if tensor is None else list(tensor.shape) for tensor in found]
         raise CheckpointError(
-            f"{folder}: lora_A and lora_B of {layer} are {stored[0]} and {stored[1]}, expected {list(expected[0])} and {list(expected[1])}. "
+            f"{folder}: lora_A and lora_B of {layer} are {stored[0]} and {stored[1]}, expected "
+            f"{list(expected[0])} and {list(expected[1])}. "
             "Use the adapter with the model it was trained on"
         )
     lora_A, lora_B = found
@@ -165,9 +171,9 @@ def _pair(
 class AdapterStack:
     """The matrices of all slots for projections of one input.
 
-    Where it is worth it, the matrices A are stored below the weight of the projections: one product then computes A x
-    of all slots too. It is more than a token needs, but saves reading x again and a launch, which is most of what an
-    adapter costs in decode.
+    If they are small enough, the matrices A are stored below the weight of the projections: one product then also
+    computes A x of all slots. It is more than a token needs, but saves reading x again and a launch, most of the cost
+    of an adapter in decode.
     """
 
     def __init__(self, parts: Sequence[Projection], scale_S: Tensor, rank: int, dtype: torch.dtype) -> None:
@@ -195,7 +201,7 @@ class AdapterStack:
         return grouped_lora(y_TN, x_TD, self._A, self._B, self._scale_S, chosen.groups, self.part_sizes)
 
     def add_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
-        """The same with A x of all slots given."""
+        """`add` with A x of all slots given."""
         return add_lora(y_TN, low_TM, self._B, self._scale_S, chosen.groups, self.part_sizes)
 
     def gated_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
@@ -214,12 +220,12 @@ class AdapterStack:
 
 
 class AdapterBank:
-    """Slots for adapters beside the projections of a model's decoder."""
+    """Slots for the adapters of a model's decoder."""
 
     def __init__(
         self, model: nn.Module, *, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocates the slots, and gives every projection of the decoder its own."""
+        """Allocate the slots of every projection of the decoder."""
         self.num_slots, self.max_rank = num_slots, max_rank
         self._scale_S = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self._stacks: dict[str, tuple[AdapterStack, int]] = {}
@@ -246,7 +252,7 @@ class AdapterBank:
 
     @torch.inference_mode()
     def set(self, slot: int, adapter: Adapter) -> None:
-        """Fill a slot, from 0, behind the work that is queued on the current stream."""
+        """Fill a slot, from 0, after the work that is queued on the current stream."""
         assert adapter.rank <= self.max_rank, "the rank is checked before"
         for name, (stack, part) in self._stacks.items():
             stack.set(slot, part, adapter.matrices.get(name))
@@ -254,7 +260,7 @@ class AdapterBank:
 
 
 def _groups(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the decoder's projections; those that read the same input together."""
+    """Names of the decoder's projections, grouped by their input."""
     layers = {f"language.layers.{name}": module for name, module in projections(model.get_submodule("language.layers"))}
     grouped = [
         tuple(f"{prefix}.{name}" for name in names)

@@ -23,7 +23,7 @@ class AttentionContext(Protocol):
     """RoPE and attention of one decoder layer: q [T, H, K], k and v [T, G, K] before RoPE to [T, H, K]."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-        """See the class."""
+        """Attend in layer `layer`."""
         ...
 
 
@@ -31,7 +31,7 @@ class PackedAttention:
     """Causal attention within each conversation of a packed sequence."""
 
     def __init__(self, cos_sin: CosSin, cu_seqlens: Tensor, max_seqlen: int, window: int | None = None) -> None:
-        """`window`: tokens before its own that a token attends to; None: all."""
+        """`window`: earlier tokens that a token attends to; None: all."""
         self._cos_sin, self._cu_seqlens, self._max_seqlen, self._window = cos_sin, cu_seqlens, max_seqlen, window
 
     def rotate(self, q_THK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:

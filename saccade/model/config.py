@@ -19,7 +19,7 @@ def _check_positive(config: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower and the projector behind it."""
+    """The vision tower and the projector."""
 
     num_layers: int
     """Vision blocks."""
@@ -40,27 +40,27 @@ class VisionConfig:
     merge_size: int = 2
     """Patches merged into one token, per side."""
     has_windows: bool = True
-    """Whether blocks attend within windows, except for those of `full_attention_layers`; else all attend over the whole image."""
+    """Whether blocks attend within windows, except for `full_attention_layers`; otherwise over the whole image."""
     window_size: int = 112
     """Side of an attention window in pixels."""
     tokens_per_second: int = 4
     """Time positions per second of video, in families whose positions follow its clock."""
     num_position_embeddings: int | None = None
-    """Learned position embeddings, a square that is interpolated to each image; None: there are none."""
+    """Number of learned position embeddings, a square that is interpolated to each image; None: there are none."""
     feature_layers: tuple[int, ...] = ()
-    """Blocks whose output is projected too: the first of them enters the decoder behind its first layer, and so on."""
+    """Blocks whose output is also projected: the first enters the decoder after its first layer, and so on."""
     norm_eps: float = 1e-6
     """Added to the variance in each norm."""
     tile_size: int | None = None
-    """Side of a tile in pixels, in families that cut images into tiles; each tile attends to itself. None: images are encoded whole."""
+    """Side of a tile in pixels, in families that cut images into tiles; each tile attends to itself. None: no tiles."""
     resolutions: tuple[tuple[int, int], ...] = ()
     """Heights and widths in pixels that images are fitted to before they are cut into tiles."""
     max_feature_tiles: int | None = None
-    """Images with more features than so many tiles have are interpolated to about as many; None: they are not."""
+    """Images with more features than this many tiles have are interpolated to about as many; None: they are not."""
     has_class_token: bool = False
     """Whether each tile has a class token, which is not projected."""
     selected_layers: tuple[int, ...] = ()
-    """Layers of a tower of tiles whose outputs are projected side by side: n is behind block n, counted from 1. Later blocks are not run."""
+    """Layers of a tower of tiles whose concatenated outputs are projected: n is after block n. Later blocks do not run."""
 
     projector_bias: bool = True
     """Whether the projector of a tower of tiles has biases."""
@@ -77,7 +77,8 @@ class VisionConfig:
             )
         if self.has_windows and self.window_size % (self.patch_size * self.merge_size):
             raise ConfigError(
-                f"vision window of {self.window_size} pixels must be a multiple of the token size, {self.patch_size * self.merge_size} pixels"
+                f"vision window of {self.window_size} pixels must be a multiple of the token size, "
+                f"{self.patch_size * self.merge_size} pixels"
             )
         if any(not 0 <= layer < self.num_layers for layer in self.full_attention_layers):
             raise ConfigError(
@@ -98,7 +99,8 @@ class VisionConfig:
             raise ConfigError(f"vision hidden size {self.hidden_size} must be a multiple of {self.num_heads} heads")
         if not self.selected_layers or any(not 0 <= layer <= self.num_layers for layer in self.selected_layers):
             raise ConfigError(
-                f"selected layers {self.selected_layers} must be among the outputs 0 to {self.num_layers} of the vision layers"
+                f"selected layers {self.selected_layers} must be among the outputs 0 to {self.num_layers} of the "
+                "vision layers"
             )
         _ = self.tiling  # checked by itself
 
@@ -129,7 +131,7 @@ class VisionConfig:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     def with_few_layers(self) -> VisionConfig:
-        """The same widths with one layer of each kind of attention, and as many feature layers."""
+        """A tower of the same widths with one layer of each kind of attention, and as many feature layers."""
         is_full = sorted({layer in self.full_attention_layers for layer in range(self.num_layers)})
         return replace(
             self,
@@ -183,7 +185,7 @@ class LanguageConfig:
     explicit_head_dim: int | None = None
     """Width of one head; None: hidden_size / num_heads."""
     sliding_window: int | None = None
-    """Tokens that a token attends to: itself and those before it; None: all."""
+    """Number of tokens that a token attends to, itself included; None: all earlier ones."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -203,7 +205,7 @@ class LanguageConfig:
 
     @property
     def window(self) -> int | None:
-        """The sliding window as the kernels count it: tokens before its own that a token attends to."""
+        """The sliding window of the kernels: earlier tokens that a token attends to, itself not included."""
         return None if self.sliding_window is None else self.sliding_window - 1
 
 

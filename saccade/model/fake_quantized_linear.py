@@ -1,4 +1,4 @@
-"""The projection of quantization-aware training: a plain weight that computes what its quantized form will.
+"""The projection of quantization-aware training: a plain weight that computes what its quantized form will compute.
 
 Legend: T tokens, D inputs, N outputs.
 
@@ -11,9 +11,9 @@ again for each product.
 Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W).
 Saved for backward are x and W, as for a plain layer; both are rounded again there.
 
-The parameters are those of the plain layer (`weight`, `bias`), so that loading, sharding and the optimizer know nothing
-of it. An exported weight is `on_grid`: rounding it to nearest once more gives the same values, so that a quantized
-folder made of it computes what training did.
+The parameters are those of the plain layer (`weight`, `bias`), so that loading, sharding and the optimizer do not
+differ. An exported weight is `on_grid`: rounding it again gives the same values, so that a quantized folder computes
+what training computed.
 """
 
 from typing import Any, Literal
@@ -32,7 +32,7 @@ Form = Literal["int4", "int8"]
 
 
 def round_weight(weight_ND: Tensor, form: Form, group_size: int | None, bits: int = 4) -> Tensor:
-    """The weight on its grid, in its own dtype. `bits`: of int4, fewer levels in the same format."""
+    """The weight on its grid, in its own dtype. `bits`: fewer than 4 are fewer levels in the same format."""
     levels = 2 ** (bits - 1) if form == "int4" else 128
     return round_to_grid(weight_ND, group_size, -levels, levels - 1)
 
@@ -68,7 +68,7 @@ class FakeQuantizedLinear(Projection):
     """A plain weight, rounded in every product."""
 
     def __init__(self, linear: Linear, *, form: Form, group_size: int = 128, bits: int = 4, dtype: torch.dtype) -> None:
-        """Replace a plain layer, whose parameters it takes over. `dtype`: the compute dtype."""
+        """Replace a plain layer and take its parameters. `dtype`: the compute dtype."""
         super().__init__(linear.in_features, linear.out_features)
         self._stored_shape, self._shapes = linear.stored_shape, linear.checkpoint_shapes()
         self.form: Form = form
@@ -89,15 +89,17 @@ class FakeQuantizedLinear(Projection):
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
-        y_TN: Tensor = _FakeQuantizedProduct.apply(x.flatten(0, -2), self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        y_TN: Tensor = _FakeQuantizedProduct.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, -2), self.weight, self.bias, self
+        )
         return y_TN.view(*x.shape[:-1], self.out_features)
 
     def rounded(self, weight_ND: Tensor) -> Tensor:
-        """A weight of this layer on its grid. Inputs that only pad it are no part of any group."""
+        """A weight of this layer on its grid. Padding inputs belong to no group."""
         num_padding = self.in_features - self._stored_shape[1]
         rounded_ND = round_weight(weight_ND[:, : self._stored_shape[1]], self.form, self.group_size, self._bits)
         return F.pad(rounded_ND, (0, num_padding)) if num_padding else rounded_ND
 
     def on_grid(self, weight_ND: Tensor) -> Tensor:
-        """What is exported for a full weight of any precision, without padding: the values that training computed with."""
+        """The exported form of a full weight of any precision, without padding: the values that training used."""
         return round_weight(weight_ND.to(self._dtype), self.form, self.group_size, self._bits)

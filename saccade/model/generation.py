@@ -1,4 +1,4 @@
-"""Reference generation, which the engine is compared with.
+"""Reference generation, with which the engine is compared.
 
     embed the prompts -> prefill the KV cache -> sample one token each -> decode -> ...
 
@@ -98,7 +98,8 @@ def stream(
 def _check_length(model: VLM, num_tokens: int) -> None:
     if num_tokens > (most := model.config.language.max_positions):
         raise RequestError(
-            f"prompt and output may have {num_tokens} tokens, but the model supports {most}. Shorten the prompt, use smaller "
+            f"prompt and output may have {num_tokens} tokens, but the model supports {most}. Shorten the prompt, "
+            "use smaller "
             "images or ask for fewer tokens"
         )
 

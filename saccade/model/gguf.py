@@ -43,7 +43,7 @@ def _open(path: Path) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """Slices of a memory map take three times as long as those of a plain array over it, and a vocabulary has 200,000."""
+        """View a memory map as a plain array: slices are three times as fast, and a vocabulary has 200,000."""
 
         @property
         def data(self) -> Any:
@@ -96,7 +96,7 @@ class GGUFModel:
         return None if kind == "none" and "rope_freqs.weight" not in self._stored else {"rope_type": kind}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, by its name in Hugging Face's text layout. GGUF counts dimensions from the innermost."""
+        """Shape of every tensor, by its name in Hugging Face's text layout. GGUF counts dims from the innermost."""
         return {
             self._hugging_face_name(name): tuple(int(size) for size in reversed(tensor.shape))
             for name, tensor in self._stored.items()

@@ -66,11 +66,11 @@ class DecoderLayer(nn.Module):
         self, x_TD: Tensor, update_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None = None,
         chosen: RowAdapters | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all);
-        `chosen`: the adapter of each token.
+        """Map the residual stream x + update, see `add_update`.
 
-        Without gradients each sum and norm runs in the kernel of the matrix product behind it, and the activation in
-        that of gate and up: for one token a layer is four kernels and attention.
+        `select_S`: tokens to return (None: all); `chosen`: the adapter of each token. Without gradients each sum and
+        norm runs in the kernel of the next matrix product, and the activation in that of gate and up: for one token a
+        layer is four kernels and attention.
         """
         normed = self.input_layernorm.add_norm(x_TD, update_TD)
         attn_out_TD = self.self_attn(normed.input, attend, chosen)
@@ -85,15 +85,15 @@ class DecoderLayer(nn.Module):
 
 @dataclass(frozen=True)
 class LayerFeatures:
-    """Image features that are added to the residual stream behind the first decoder layers (DeepStack)."""
+    """Image features that are added to the residual stream after each of the first decoder layers (DeepStack)."""
 
     features: Tensor
     """[layers, M, D] in order of the tokens that `index` lists, or [layers, T, D] of all tokens."""
     index: Tensor | None = None
-    """[M]: tokens that have features; None: all, with features of zero where there is no image."""
+    """[M]: tokens that have features; None: all, with features of zero for text."""
 
     def add(self, layer: int, x_TD: Tensor, select_S: Tensor | None) -> Tensor:
-        """Behind a layer, to its tokens `select_S` (None: all)."""
+        """Add the features of a layer to its outputs x, of the tokens `select_S` (None: all)."""
         if layer >= len(self.features):
             return x_TD
         features = self.features[layer].to(x_TD.dtype)
@@ -104,7 +104,7 @@ class LayerFeatures:
 
 
 class LanguageModel(nn.Module):
-    """The decoder: token embeddings (image features already in them) to hidden states."""
+    """The decoder: embeddings of tokens and images to hidden states."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         """Adapters that a token can choose from (`adapters.py`)."""
 
     def forward(self, x_TD: Tensor, attend: AttentionContext, features: LayerFeatures | None = None) -> Tensor:
-        """[T, D] embeddings to [T, D] normalised hidden states. `features`: image features that enter the first layers."""
+        """[T, D] embeddings to [T, D] normalised hidden states. `features` enter the first layers."""
         return self.run_layers(x_TD, attend, features=features).normed
 
     def run_layers(
@@ -128,7 +128,7 @@ class LanguageModel(nn.Module):
     ) -> NormedSum:
         """`forward` of the tokens `select_S` (None: all), up to the last norm, which may run in the kernel of the head.
 
-        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from.
+        The MLP of the last layer runs on the selected tokens only: a prompt needs logits of its last token.
         `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`).
         """
         update_TD: Tensor | None = None

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
 
 
 class ComputedNorm(NamedTuple):
-    """A norm that is computed already, as the input of projections, and what it is the norm of. See `NormedSum`."""
+    """A computed norm as the input of projections, and the sum that was normalised. See `NormedSum`."""
 
     input: Tensor
     total: Tensor
@@ -52,10 +52,10 @@ _CHUNK_ROWS = 640
 
 
 def in_row_chunks(function: Callable[[Input], Tensor], x: Input) -> Tensor:
-    """Apply `function` to chunks of rows and concatenate the results. For MLPs on a CPU.
+    """Apply `function` to chunks of rows and concatenate the results, for MLPs on a CPU.
 
-    The wide activations then stay in the cache and in memory that is already allocated; allocating them for thousands
-    of rows at once costs a third of the MLP time of a prefill.
+    The wide activations then stay in the cache and in allocated memory; allocating them for thousands of rows takes a
+    third of the MLP time of a prefill.
     """
     if len(x) <= _CHUNK_ROWS:
         return function(x)
@@ -78,8 +78,10 @@ class FeedForward(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
         self.saves_activation = False
-        """Whether silu(gate) * up is saved for backward, or computed again from gate and up. On with activation
-        checkpointing, which would compute the down projection twice otherwise."""
+        """Whether silu(gate) * up is saved for backward, not computed again from gate and up.
+
+        It is on with activation checkpointing, which would otherwise compute the down projection twice.
+        """
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, aligns_out=True)
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, aligns_out=True)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, aligns_in=True)
@@ -115,7 +117,7 @@ class PlainFeedForward(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.saves_activation = False
-        """As of `FeedForward`; the activation is always saved."""
+        """See `FeedForward`; here the activation is always saved."""
         self._activation = activation
         self.add_module(self.names[0], Linear(hidden_size, intermediate_size, aligns_out=True))
         self.add_module(self.names[1], Linear(intermediate_size, hidden_size, aligns_in=True))
@@ -128,7 +130,7 @@ class PlainFeedForward(nn.Module):
 
 
 def make_embedding(num_rows: int, size: int) -> nn.Embedding:
-    """An embedding, not initialized on the meta device: there `normal_` imports torch's compiler, which takes more than a second."""
+    """An embedding. On the meta device it is not initialized: `normal_` would import torch's compiler for a second."""
     weight_ND = torch.empty(num_rows, size)
     if not weight_ND.is_meta:
         nn.init.normal_(weight_ND)

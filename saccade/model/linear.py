@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from saccade.model.merged_projections import Adapters, MergedStorage
 
 ALIGNMENT = 8
-"""Rows of half-precision matrices must start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x
-1280 x 3420 runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
+"""Rows of half-precision matrices start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x 1280 x
+3420 runs at 258 TFLOP/s, 3424 at 731 (H200)."""
 _INPUT_PARAMETERS = ("input_scale", "input_zero_point", "weight_g_idx")
 """Parameters that describe the inputs of a projection, not its outputs."""
 
@@ -75,11 +75,11 @@ class Projection(nn.Module):
         return out.copy_(self(x))
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """silu(gate) * up of outputs [gate, up], without gradients. None: the next projection computes it, see `gated`."""
+        """silu(gate) * up of outputs [gate, up], without gradients. None: the next projection computes it (`gated`)."""
         return None
 
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
-        """(silu(gate) * up) W' + bias. `saves_activation`: silu(gate) * up is saved for backward, not computed again."""
+        """(silu(gate) * up) W' + bias. `saves_activation`: silu(gate) * up is saved for backward."""
         return self.linear(swiglu(gate, up))
 
     def cross_entropy(
@@ -155,8 +155,8 @@ class Projection(nn.Module):
 class Linear(Projection):
     """The plain form: a weight [N, D] in the compute dtype.
 
-    In memory an aligned size is padded to a multiple of `ALIGNMENT`; checkpoints hold it as configured. The padding
-    channels are zero and have zero gradients, so they stay zero under any optimizer.
+    In memory an aligned size is padded to a multiple of `ALIGNMENT`; checkpoints hold the configured size. The padding
+    channels are zero and have zero gradients, so they stay zero with any optimizer.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Linear(Projection):
 
     @torch.no_grad()
     def zero_padding(self) -> None:
-        """Zero the padding channels. To be called after setting the weights."""
+        """Zero the padding channels, after the weights are set."""
         if self.num_padding_outputs:
             for parameter in self.parameters():
                 parameter[-self.num_padding_outputs :].zero_()
@@ -236,7 +236,7 @@ class Linear(Projection):
         return self.linear(x)
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """See `Projection`. Norm and activation run in the kernel of the product for one token, the activation for many."""
+        """See `Projection`. One token takes one kernel; for many the activation can run in that of the product."""
         if not isinstance(x, NormedSum):
             return swiglu(*self.linear(x).chunk(2, dim=-1))
         out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)

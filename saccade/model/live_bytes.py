@@ -37,7 +37,7 @@ class Phase:
     peak: Bytes = field(default_factory=dict)
     """Bytes at its peak, compared with its start."""
     flops: float = 0.0
-    """Of matrix products."""
+    """FLOPs of matrix products."""
 
 
 Phases = list[Phase]
@@ -66,15 +66,15 @@ def plus(a: Bytes, b: Bytes) -> Bytes:
 
 
 _results: dict[Any, tuple[Any, ...] | None] = {}
-"""(shape, strides, dtype, FLOPs) of results of pure operations on meta tensors, by operation and inputs; None: several tensors."""
+"""(shape, strides, dtype, FLOPs) of the result of a pure operation on meta tensors; None: it has several tensors."""
 
 
 class MetaCache(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes shapes of results on the meta device once for all operations with equal inputs: most layers of a model are alike."""
+    """Computes the shape of a result on the meta device once for all equal inputs: most layers of a model are alike."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No dry run is compiled; the guard against it would import the compiler, for a second, and take a tenth of a run's time."""
+        """No dry run is compiled; torch's check would import the compiler, for a second."""
         return False
 
     def __torch_dispatch__(
@@ -100,7 +100,7 @@ class MetaCache(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """FLOPs of a matrix product, also of one in place; 0 of anything else."""
+    """FLOPs of a matrix product, in place or not; 0 of other operations."""
     count = _flop_formula(operation)
     if count is None:
         return 0.0
@@ -125,12 +125,12 @@ def _changes_values(operation: Any) -> bool:
 
 @functools.cache
 def _is_pure(operation: Any) -> bool:
-    """Whether it makes new tensors only: it returns and changes none of its inputs."""
+    """Whether it only makes new tensors: it returns and changes none of its inputs."""
     return not any(x.alias_info for x in (*operation._schema.arguments, *operation._schema.returns))
 
 
 def _cache_key(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a result's shape depends on. None: it cannot be cached."""
+    """The key of a result's shape: everything it depends on. None: it cannot be cached."""
     if not _is_pure(operation):
         return None
     described: list[Any] = [operation]
@@ -158,7 +158,7 @@ class LiveBytes(MetaCache):  # type: ignore[no-untyped-call]
     def __init__(self, *ignored: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = "all"
-        """Kind of the storages that are made now."""
+        """Kind of the storages that operations currently make."""
         self._kinds: dict[int, tuple[str, int, Any]] = {}
         """(kind, bytes, weak reference) of each live storage, by its address."""
         self._ignored = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
@@ -166,7 +166,7 @@ class LiveBytes(MetaCache):  # type: ignore[no-untyped-call]
         self._change, self._total, self._peak = dict[str, int](), 0, 0
 
     def start_phase(self, name: str, block: str | None = None) -> None:
-        """Count what follows as another phase."""
+        """Begin another phase."""
         self._phases[-1].change = {kind: size for kind, size in self._change.items() if size}
         self._phases.append(Phase(name, block))
         self._change, self._total, self._peak = {}, 0, 0

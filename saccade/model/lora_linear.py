@@ -7,8 +7,8 @@ Legend: T tokens, D inputs, N outputs, R rank.
 Parameter names are those of the layer: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. Saved for backward: x, as for
 any trained layer, and x A' [T, R].
 
-Quantized, W is stored as `weight_bits` and `weight_scale`, in 4 bits with one scale per 64 inputs of an output, or in 8
-bits with one scale per output; 0.53 or 1 bytes per weight instead of 2. It is dequantized for each matmul, in forward
+A quantized W is stored as `weight_bits` and `weight_scale`, in 4 bits with one scale per 64 inputs of an output, or in
+8 bits with one scale per output; 0.53 or 1 bytes per weight instead of 2. It is dequantized for each matmul, in forward
 and again in backward, and not kept in between.
 """
 
@@ -111,7 +111,7 @@ class LoraLinear(Projection):
         self, linear: Linear, *, rank: int, alpha: float, dtype: torch.dtype, dropout: float = 0.0,
         quantization: Quantization = "none",
     ) -> None:  # fmt: skip
-        """Replace a plain layer. `dtype` is the compute dtype; the adapter has the dtype of the linear layer's parameters."""
+        """Replace a plain layer. `dtype` is the compute dtype; the adapter has the dtype of the layer's parameters."""
         super().__init__(linear.in_features, linear.out_features)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         self.dropout, self.quantization, self._dtype = dropout, quantization, dtype
@@ -137,7 +137,7 @@ class LoraLinear(Projection):
         return y_TN.view(*x.shape[:-1], self.out_features)
 
     def initial_adapter(self, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, full initial value) of A and B. Independent of the sharding."""
+        """(parameter, full initial value) of A and B, for any sharding."""
         bound = 1.0 / math.sqrt(self.in_features)
         yield self.lora_A, torch.empty(self.lora_A.shape).uniform_(-bound, bound, generator=generator)
         yield self.lora_B, torch.zeros(self.lora_B.shape)

@@ -59,7 +59,7 @@ class MergedStorage:
     def __init__(self, parts: Sequence[Projection], whole: Projection) -> None:
         self.num_parts = len(parts)
         self.whole: Projection | None = whole
-        """Computes the outputs of all parts, in their order. None: a part's storage was replaced, and is no view any more."""
+        """Computes the outputs of all parts, in their order. None: the storage of a part was replaced."""
         for part in parts:
             part.merged = self
 
@@ -85,10 +85,9 @@ def project(x: Input, *parts: Projection, chosen: RowAdapters | None = None) -> 
 
 
 def project_gated(x: Input, gate: Projection, up: Projection, chosen: RowAdapters | None = None) -> Tensor | None:
-    """silu(gate(x)) * up(x). None: the form of the projections leaves the activation to the next projection, see
-    `gated`.
+    """silu(gate(x)) * up(x). None: `Projection.gated` of the next projection computes the activation.
 
-    It is never None with the adapter of each row, `chosen`, and always with gradients.
+    It is never None with `chosen`, the adapter of each row, and always None with gradients.
     """
     if chosen is None:
         whole = _whole_of((gate, up))
@@ -121,7 +120,7 @@ def _project_adapted(
 
 
 def _with_low(x: Input, parts: Sequence[Projection], adapters: Adapters) -> tuple[Tensor, Tensor] | None:
-    """The outputs of projections and of the adapters' `low`, by one product. None: they are not stored as one matrix."""
+    """The outputs of projections and of the adapters' `low`, by one product. None: they are stored separately."""
     whole = None if adapters.low is None else _whole_of((*parts, adapters.low))
     if whole is None:
         return None

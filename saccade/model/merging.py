@@ -43,15 +43,15 @@ def base_of_adapter(adapter: Path) -> str:
 def merge_adapter(
     adapter: Path, base: Path, out: Path, *, on_tensor: Callable[[str], None] = lambda _: None
 ) -> list[str]:
-    """Write the checkpoint folder `out`: the weights of `base` with the adapter added, in the dtypes of `base`, and its
-    other files.
+    """Write the checkpoint folder `out`: the weights of `base` with the adapter added, and its other files.
 
-    Returns the names of the layers that have changed.
+    Tensors keep the dtypes of `base`. Returns the names of the layers that have changed.
     """
     model, quantization = meta_model(base)
     if quantization is not None:
         raise CheckpointError(
-            f"{base}: its weights are quantized, and merged weights would be rounded again. Merge into the original model, then compress "
+            f"{base}: its weights are quantized, and merged weights would be rounded again. Merge into the "
+            "original model, then compress "
             "the result; or serve the adapter as it is: saccade serve --adapter"
         )
     family, files = family_of(base), tensor_files(base)

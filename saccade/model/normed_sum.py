@@ -1,4 +1,4 @@
-"""What projections read: rows, or the norm of a sum of rows that the kernel of a projection may compute."""
+"""The input of projections: rows, or the norm of a sum of rows, which the kernel of a projection may compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 class NormedSum:
     """rms_norm(x + residual) as the input of projections, and the sum itself.
 
-    With gradients both are computed at once. Without, they are left to the kernel of the first projection that reads
-    them.
+    With gradients both are computed at once. Without gradients the kernel of the first projection that reads them
+    computes them.
     """
 
     def __init__(self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> None:
@@ -33,7 +33,7 @@ class NormedSum:
 
     @property
     def input(self) -> Tensor | NormedSum:
-        """What projections take: the norm if it is computed, else this object."""
+        """The input of projections: the norm if it is computed, else this object."""
         return self if self._normed_TD is None else self._normed_TD
 
     @property
@@ -69,9 +69,9 @@ class NormedSum:
 
 
 Input = Tensor | NormedSum
-"""What a projection multiplies: rows, or the norm of a sum of rows."""
+"""The input of a projection: rows, or the norm of a sum of rows."""
 
 
 def add_update(x_TD: Tensor, update_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The residual stream x + update. Without gradients it stays a pair: the next norm adds it up in its own kernel."""
+    """The residual stream x + update. Without gradients it stays a pair, which the kernel of the next norm adds up."""
     return (x_TD + update_TD, None) if is_differentiable() else (x_TD, update_TD)

@@ -1,15 +1,15 @@
-"""The `quantization_config` of a checkpoint folder, as the `compressed-tensors` format defines it: which layers are
-stored how.
+"""The `quantization_config` of a checkpoint folder: how each layer is stored, in the `compressed-tensors` format.
 
     int8   `int-quantized`: weights with one scale per output or tensor, tokens quantized on the fly (W8A8)
     fp8    `float-quantized`: the same in float8_e4m3fn; activations may have one scale from calibration instead
-    int4   `pack-quantized`: weights with one scale (and zero point) per output or group of inputs, 16-bit activations (W4A16)
+    int4   `pack-quantized`: weights with one scale (and zero point) per output or group of inputs, 16-bit activations
+           (W4A16)
 
-Folders of AutoGPTQ and GPTQModel (`quant_method` gptq) and of AutoAWQ (awq) are read as int4 too: what has a `qweight`
-is quantized.
+Folders of AutoGPTQ and GPTQModel (`quant_method` gptq) and of AutoAWQ (awq) are read as int4 too: a layer with a
+`qweight` is quantized.
 
 A group of layers is named by its targets: the class `Linear`, names of layers, or regular expressions after `re:`;
-layers of `ignore` are plain. Everything else the format can say is refused by name.
+layers of `ignore` are plain. Other settings of the format are refused by name.
 """
 
 import re
@@ -43,13 +43,13 @@ class StoredScheme:
     has_input_zero_point: bool = False
     """int8: they have a zero point from calibration as well (asymmetric)."""
     has_group_index: bool = False
-    """int4: the group of every input is stored (GPTQ, in any order with `desc_act`); otherwise a group is `group_size` inputs in a row."""
+    """int4: the group of every input is stored (GPTQ, with `desc_act`); otherwise a group is consecutive inputs."""
     layout: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"] = "compressed-tensors"
-    """int4: how values and zero points are packed, and what their tensors are called."""
+    """int4: the packing of values and zero points, and the names of their tensors."""
 
 
 def fitting_group(num_inputs: int, wanted: int) -> int | None:
-    """The group size of a layer: what is wanted, or the largest usual one below it that divides the inputs; None: one scale per output."""
+    """The largest group size up to `wanted` that divides the inputs of a layer; None: one scale per output."""
     sizes = [wanted, *(size for size in GROUP_SIZES if size < wanted)]
     return next((size for size in sizes if num_inputs % size == 0), None)
 
@@ -66,7 +66,7 @@ class QuantizationConfig:
     """8-bit form of keys and values that the folder is meant for; None: the dtype of the model."""
 
     def scheme(self, names: Sequence[str]) -> StoredScheme | None:
-        """Of a linear layer with these names (on disk, in `transformers`). None: it is plain."""
+        """The scheme of a linear layer with these names (on disk, in `transformers`). None: it is plain."""
         if any(_matches(target, names) for target in self.ignore):
             return None
         for targets, scheme in self.groups:
@@ -82,9 +82,9 @@ def _matches(target: str, names: Iterable[str]) -> bool:
 
 
 def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> QuantizationConfig | None:
-    """Of a `config.json`; None if its model is not quantized. What is not supported is refused.
+    """Parse a `config.json`; None if its model is not quantized. Unsupported settings are refused.
 
-    `names`: of the tensors on disk, which say what is quantized where the config does not (gptq, awq).
+    `names`: tensors on disk; they show which layers are quantized if the config does not (gptq, awq).
     """
     config = raw.get("quantization_config")
     if config is None:
@@ -110,7 +110,7 @@ def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
 
 
 def _layer_names(config: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Names of layers and classes, and regular expressions behind `re:`."""
+    """Names of layers and classes, and regular expressions after `re:`."""
     names = config.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _refused(f"{field} {names!r}", "list names of layers")
@@ -125,8 +125,7 @@ def _layer_names(config: Mapping[str, Any], field: str) -> tuple[str, ...]:
 def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
     """The `kv_cache_scheme` of a `config.json`: 8 bits, symmetric. None: it has none.
 
-    Its scales are not needed: the engine gives every token and head a scale of its own, which is finer than one per
-    layer.
+    Its scales are not needed: the engine has a scale for every token and head, finer than one per layer.
     """
     config = raw.get("quantization_config")
     scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
@@ -186,7 +185,12 @@ def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, An
         form: Literal["int8", "fp8"] = "int8" if kind[0] == "int" else "fp8"
         is_static = _is_static(name, kind, inputs)
         has_zero_point = is_static and not inputs.get("symmetric", True)
-        return StoredScheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=is_static, has_input_zero_point=has_zero_point)  # fmt: skip
+        return StoredScheme(
+            form,
+            has_tensor_scale=strategy == "tensor",
+            has_input_scale=is_static,
+            has_input_zero_point=has_zero_point,
+        )
     shown = f"{kind[0]}{kind[1]} weights per {strategy}{'' if is_symmetric else ', asymmetric'}"
     activations = "16-bit activations" if inputs is None else f"{inputs.get('num_bits')}-bit activations"
     raise _refused(

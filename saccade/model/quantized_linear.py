@@ -2,8 +2,8 @@
 
 Legend: T tokens, D inputs, N outputs, Z scales per output.
 
-    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm or the
-                 gated activation before the product, if there is one (`kernels/linear_w8a8.py`)
+    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm or
+                 the gated activation before the product, if there is one (`kernels/linear_w8a8.py`)
     Linear4bit   int4 weights in groups; 16-bit activations; for one or two tokens norm and activation run in the kernel
                  of the product (`kernels/linear_w4a16.py`)
 
@@ -42,7 +42,7 @@ _INPUTS = 128
 
 
 class QuantizedLinear(Projection):
-    """What both forms share: loading, merging, no gradients."""
+    """The base of both forms: loading, merging, no gradients."""
 
     scheme: StoredScheme
 
@@ -62,7 +62,7 @@ class QuantizedLinear(Projection):
         return {} if self.bias is None else {"bias": self._stored[:1]}
 
     def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
-        """Take one tensor of the checkpoint. `dtype`: of the bias; weights stay as stored, scales too but for those of 8 bits (fp32)."""
+        """Take one tensor of the checkpoint. Only the bias becomes `dtype`; 8-bit scales become fp32."""
         if name == "bias" and dtype is not None:
             tensor = tensor.to(dtype)
         setattr(self, name, nn.Parameter(self._in_memory(name, tensor), requires_grad=False))
@@ -138,7 +138,7 @@ class Linear8bit(QuantizedLinear):
 
     @torch.no_grad()
     def _compute_offset(self) -> Tensor:
-        """[N] fp32: what the zero point z adds to every output, taken off the bias.
+        """[N] fp32: the bias minus what the zero point z adds to every output.
 
         x is stored as x8 = round(x / s) + z, so s w_scale sum(x8 w) is too large by s z w_scale sum(w), the same for
         all tokens.
@@ -210,7 +210,7 @@ class Linear8bit(QuantizedLinear):
 
 
 def _are_equal(parts: Sequence[QuantizedLinear], name: str) -> bool:
-    """Whether a tensor that all parts would share is the same in all, or missing in all."""
+    """Whether a tensor is equal in all parts, which would share it, or missing in all."""
     tensors = [getattr(part, name) for part in parts]
     return tensors[0] is None or all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
@@ -230,12 +230,18 @@ class Linear4bit(QuantizedLinear):
         super().__init__(in_features, out_features, padding=padding, bias=bias)
         self.scheme = scheme
         self._num_inputs = -(-in_features // _INPUTS) * _INPUTS
-        """With the padding of the kernels."""
+        """Inputs with the padding of the kernels."""
         self._group = scheme.group_size or self._num_inputs
         if self._group % _INPUTS and self._group not in (16, 32, 64):
-            raise CheckpointError(f"config.json: quantization_config: groups of {self._group} inputs are not supported; 16, 32, 64 and multiples of {_INPUTS} are")  # fmt: skip
+            raise CheckpointError(
+                f"config.json: quantization_config: groups of {self._group} inputs are not supported; 16, 32, 64 "
+                f"and multiples of {_INPUTS} are"
+            )
         if scheme.group_size is not None and (self._num_inputs % self._group or self._stored[1] % self._group):
-            raise CheckpointError(f"config.json: quantization_config: {self._stored[1]} inputs of a layer are no whole groups of {self._group}; keep it in 16 bits")  # fmt: skip
+            raise CheckpointError(
+                f"config.json: quantization_config: {self._stored[1]} inputs of a layer are no whole groups of "
+                f"{self._group}; keep it in 16 bits"
+            )
         num_scales = self._num_inputs // self._group
         with torch.device("meta"):
             words = torch.empty(out_features, self._num_inputs // 8, dtype=torch.int32)
@@ -288,7 +294,10 @@ class Linear4bit(QuantizedLinear):
         """[D] int32: the inputs of the first group, then those of the second, and so on."""
         sizes = torch.bincount(groups_D.long().clamp_min(0), minlength=self._stored[1] // self._group)
         if int(groups_D.min()) < 0 or not bool((sizes == self._group).all()):
-            raise CheckpointError(f"g_idx: the inputs of a layer do not form groups of {self._group}. Copy the checkpoint again, or quantize without desc_act")  # fmt: skip
+            raise CheckpointError(
+                f"g_idx: the inputs of a layer do not form groups of {self._group}. Copy the checkpoint again, or "
+                "quantize without desc_act"
+            )
         order_D = torch.argsort(groups_D, stable=True).to(torch.int32)
         self._is_reordered = not bool((order_D.diff() == 1).all())
         return order_D
@@ -380,7 +389,7 @@ def _from_transposed(name: str, tensor: Tensor, layout: str) -> Tensor:
 
 
 def quantize_storage(model: nn.Module, config: QuantizationConfig, family: Any) -> None:
-    """Replace the projections of a model on the meta device that are stored quantized. A tied head is the embedding, and plain."""
+    """Replace the projections of a model on the meta device that are stored quantized. A tied head is plain."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for prefix, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):

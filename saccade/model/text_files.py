@@ -34,7 +34,7 @@ _FLATTEN_IMAGES = """\
 {%- endfor -%}
 {%- set messages = flat.messages -%}
 """
-"""Prepended to a text template: parts become one text with placeholders, which are the family's."""
+"""Prepended to a text template: parts become one text with the family's placeholders."""
 _CHATML = (
     "{% set known = namespace(tools='') %}"
     "{% if tools %}"
@@ -73,7 +73,7 @@ class TextFiles:
 
 
 def read_text_files(folder: Path) -> TextFiles:
-    """Read those of a text model's folder."""
+    """Read the text files of a text model's folder."""
     tokenizer = read_json(folder / "tokenizer.json")
     if not tokenizer:
         raise CheckpointError(f"{folder}: no tokenizer.json. Check the path; a fast tokenizer is needed")

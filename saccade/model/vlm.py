@@ -33,13 +33,13 @@ class VLM(nn.Module):
         self.tie_head()
 
     def tie_head(self) -> None:
-        """Share the embedding with a tied head, again after parameters were replaced."""
+        """Share the embedding with a tied head. To be repeated after parameters were replaced."""
         if self.config.tied_head:
             self.head.tie(self.language.embed_tokens)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.language.embed_tokens.weight.device
 
     @property
@@ -53,7 +53,7 @@ class VLM(nn.Module):
         return logits
 
     def hidden_states(self, inputs: ModelInputs, *, encode_dummy_image: bool = False) -> Tensor:
-        """[T, D]: the input of the head. Training computes its loss from here, without the logits.
+        """[T, D]: the input of the head. Training computes its loss from it, without the logits.
 
         `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its
         features, so that every rank of a sharded model runs the same modules.
@@ -74,7 +74,7 @@ class VLM(nn.Module):
         return self.encode_images(pixels, torch.tensor([grid])).to(like.dtype)
 
     def embed(self, inputs: ModelInputs) -> tuple[Tensor, LayerFeatures | None]:
-        """[T, D]: token embeddings, with image features in place of the placeholders; and features for the first layers, if there are any."""
+        """[T, D]: embeddings of tokens, image features for placeholders; and the features of the first layers, if any."""
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if inputs.image_grids.shape[0] == 0:
             return x_TD, None
@@ -96,17 +96,19 @@ class VLM(nn.Module):
         return self.config.language.hidden_size * self.config.vision.feature_sets
 
     def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
-        """[M, F]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
+        """[M, F]: features of all images, in reading order. `pixels` [P, patch_dim] are normalised."""
         layout = self.vision.layout([(t, h, w) for t, h, w in image_grids.tolist()])
         return self.encode_patches(pixels, layout.to(pixels.device))
 
     def encode_patches(self, pixels: Tensor, inputs: Any) -> Tensor:
-        """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
+        """`encode_images` with the layout on the device: without synchronisation or copies, for a CUDA graph."""
         return self.vision.arrange(self.projector(self.vision(pixels, inputs)), inputs)
 
     def encode_in_parts(self, pixels: Tensor, inputs: Any, num_parts: int) -> Iterator[Tensor | None]:
-        """`encode_patches` in `num_parts` parts, of about as many blocks each. Each part runs when its item is asked
-        for: None, and the features with the last one."""
+        """`encode_patches` in `num_parts` parts of about as many blocks each.
+
+        A part runs when its item is requested: None, or the features with the last part.
+        """
         tower = self.vision
         tower_pass = tower.start(pixels, inputs)
         num_blocks = len(tower_pass.block_inputs)

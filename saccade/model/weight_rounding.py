@@ -1,5 +1,4 @@
-"""Rounding weights to nearest on the grids of int8, fp8 and int4, as compressed-tensors defines them: plain PyTorch, on
-any device.
+"""Round weights to nearest on the grids of int8, fp8 and int4 that compressed-tensors defines, in plain PyTorch.
 
 Legend: D inputs, N outputs, Z groups of G inputs that share a scale.
 """
@@ -82,8 +81,7 @@ def quantize_weight_int4(
 
 
 def round_to_grid(weight_ND: Tensor, group_size: int | None, lowest: int, highest: int) -> Tensor:
-    """The weight rounded to nearest with `largest_scales`, in its own dtype, as its int4 (-8 .. 7) or int8 (-128 ..
-    127) form uses it.
+    """The weight rounded to nearest with `largest_scales`, in its own dtype, for int4 (-8 .. 7) or int8 (-128 .. 127).
 
     `group_size` None: one scale per output. The host does not wait.
     """

@@ -67,7 +67,7 @@ def load_model(
 
 
 def meta_model(folder: Path) -> tuple[VLM, QuantizationConfig | None]:
-    """The model of a checkpoint folder on the meta device, its projections in the form they are stored in."""
+    """The model of a checkpoint folder on the meta device, with projections in their stored form."""
     try:
         raw = read_config(folder)
         quantization = None if "quantization_config" not in raw else parse_quantization(raw, tensor_files(folder))
@@ -133,7 +133,7 @@ def _without_variants(name: str, entry: StoredTensor) -> StoredTensor:
 
 
 def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
-    """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
+    """Checkpoint name to parameter name, complete in both directions; otherwise one error names everything wrong."""
     expected = checkpoint_shapes(model)
     names = {name: _name_in_model(name, family) for name in shapes if not name.startswith(family.unused_prefixes)}
     names = {name: ours for name, ours in names.items() if ours in expected or not str(ours).endswith(_OPTIONAL)}
@@ -200,7 +200,7 @@ def load_tensor(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype 
 
 
 def config_for_export(like: str | Path) -> dict[str, Any]:
-    """The `config.json` of a folder that is written like another, without what is not exported."""
+    """The `config.json` of a folder that is written like another, without entries of tensors that are not exported."""
     return family_of(like).without_unused(read_config(Path(like)))
 
 

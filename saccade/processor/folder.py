@@ -14,7 +14,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = "Check the path; saccade init makes a new checkpoint folder"
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder)):
             hint = (
-                f"{hint}. A model of the Hugging Face Hub is downloaded first: hf download {folder} --local-dir {folder.name} "
+                f"{hint}. A model of the Hugging Face Hub is downloaded first: hf download {folder} --local-dir "
+                f"{folder.name} "
                 f"(pip install huggingface_hub), then use the folder {folder.name}"
             )
         raise CheckpointError(f"{folder}: no such folder. {hint}")

@@ -100,7 +100,8 @@ class MediaBudget:
         self._num_frames += count
         if self._num_frames > self.limits.max_frames:
             raise ImageError(
-                f"{self._num_frames} frames, over the limit of {self.limits.max_frames} per request. Sample fewer frames"
+                f"{self._num_frames} frames, over the limit of {self.limits.max_frames} per request. Sample fewer "
+                "frames"
             )
 
     def add_bytes(self, count: int) -> None:
@@ -108,7 +109,8 @@ class MediaBudget:
         self._num_bytes += count
         if self._num_bytes > self.limits.max_request_bytes:
             raise ImageError(
-                f"images and videos of {self._num_bytes} bytes so far, over the limit of {self.limits.max_request_bytes} per request. "
+                f"images and videos of {self._num_bytes} bytes so far, over the limit of "
+                f"{self.limits.max_request_bytes} per request. "
                 "Send fewer or smaller ones"
             )
 
@@ -122,7 +124,8 @@ class MediaBudget:
         self._num_pixels += num_pixels
         if self._num_pixels > self.limits.max_request_pixels:
             raise ImageError(
-                f"images and frames of {self._num_pixels} pixels so far, over the limit of {self.limits.max_request_pixels} per request. "
+                f"images and frames of {self._num_pixels} pixels so far, over the limit of "
+                f"{self.limits.max_request_pixels} per request. "
                 "Send fewer or smaller ones"
             )
 
@@ -130,7 +133,8 @@ class MediaBudget:
         """Refuse a video file that has too many frames at this sampling rate."""
         if (num_frames := int(seconds * fps)) > self.limits.max_frames:
             raise ImageError(
-                f"a video of {seconds:.0f} s has {num_frames} frames at {fps:g} fps, over the limit of {self.limits.max_frames} per request. "
+                f"a video of {seconds:.0f} s has {num_frames} frames at {fps:g} fps, over the limit of "
+                f"{self.limits.max_frames} per request. "
                 f"Set fps to {self.limits.max_frames / seconds:.2g} or send a shorter video"
             )
 
@@ -219,7 +223,8 @@ def to_image_source(value: object) -> object:
         is_image = value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))
         if value.dtype != np.uint8 or not is_image or not value.size:
             raise ImageError(
-                f"an image array is {value.dtype} {list(value.shape)}; use uint8 [height, width], [height, width, 3] or [height, width, 4]"
+                f"an image array is {value.dtype} {list(value.shape)}; use uint8 [height, width], [height, width, "
+                "3] or [height, width, 4]"
             )
         return Image.fromarray(np.ascontiguousarray(value))
     return value
@@ -336,12 +341,14 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         )
     if width * height > limits.max_pixels:
         raise ImageError(
-            f"the image is {width}x{height} = {width * height} pixels, over the limit of {limits.max_pixels}. Shrink it first"
+            f"the image is {width}x{height} = {width * height} pixels, over the limit of {limits.max_pixels}. "
+            "Shrink it first"
         )
     if max(size) > limits.max_aspect_ratio * min(size):
         ratio = max(size) / min(size)
         raise ImageError(
-            f"the image is {width}x{height} pixels, an aspect ratio of {ratio:.0f} over the limit of {limits.max_aspect_ratio:.0f}. Crop it first"
+            f"the image is {width}x{height} pixels, an aspect ratio of {ratio:.0f} over the limit of "
+            f"{limits.max_aspect_ratio:.0f}. Crop it first"
         )
 
 
@@ -351,7 +358,8 @@ def _check_tiles(image: Image.Image, limits: MediaLimits) -> None:
     width, height = tags.get(_TILE_WIDTH, 1), tags.get(_TILE_HEIGHT, 1)
     if not isinstance(width, int) or not isinstance(height, int) or width * height > limits.max_pixels:
         raise ImageError(
-            f"the TIFF has tiles of {width}x{height} pixels, over the limit of {limits.max_pixels}. Save it without tiles"
+            f"the TIFF has tiles of {width}x{height} pixels, over the limit of {limits.max_pixels}. Save it "
+            "without tiles"
         )
 
 
@@ -362,7 +370,8 @@ def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
     num_scans = data.count(_START_OF_SCAN)
     if num_scans > _USUAL_SCANS and num_scans * image.width * image.height > _USUAL_SCANS * limits.max_pixels:
         raise ImageError(
-            f"the JPEG of {image.width}x{image.height} pixels has {num_scans} scans; {_USUAL_SCANS} are usual. Save it again as a baseline JPEG"
+            f"the JPEG of {image.width}x{image.height} pixels has {num_scans} scans; {_USUAL_SCANS} are usual. "
+            "Save it again as a baseline JPEG"
         )
 
 
@@ -386,7 +395,8 @@ def _decode(image: Image.Image, data: bytes | None) -> Pixels:
         ) from error
     except Exception as error:  # Pillow raises anything on hostile bytes
         raise ImageError(
-            f"the {image.format or image.mode} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"
+            f"the {image.format or image.mode} image of {image.width}x{image.height} pixels is truncated or "
+            "corrupt. Send the whole file"
         ) from error
 
 

@@ -101,7 +101,8 @@ class Processor:
         config, tokenizer, rules = read_config(folder), Tokenizer.load(folder), load_rules(folder)
         if not tokenizer.is_control(rules.image_id):
             raise CheckpointError(
-                f"{folder}: the image token of config.json (image_token_id or image_token_index), {rules.image_id}, is no control token of "
+                f"{folder}: the image token of config.json (image_token_id or image_token_index), "
+                f"{rules.image_id}, is no control token of "
                 "tokenizer.json. Take both files from the same model"
             )
         return Processor(
@@ -244,7 +245,8 @@ class Processor:
         prompt = self._render(messages, add_generation_prompt=False)
         if len(prompt.visuals) != len(image_sizes) or not all(isinstance(item, ImageItem) for item in prompt.visuals):
             raise RequestError(
-                f"{len(prompt.visuals)} images or videos but {len(image_sizes)} image sizes: only images can be measured, each with its size"
+                f"{len(prompt.visuals)} images or videos but {len(image_sizes)} image sizes: only images can be "
+                "measured, each with its size"
             )
         for size in image_sizes:
             check_size(size, self.limits)
@@ -289,7 +291,8 @@ class Processor:
             return dataclasses.replace(prompt, visuals=tuple(in_written_order(written, given, prompt.visuals)))
         if len(written) < len(given):
             raise RequestError(
-                f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder would be ignored. "
+                f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder "
+                "would be ignored. "
                 "The checkpoint's chat template writes none for it; use a template for images"
             )
         if len(written) > len(given):

@@ -73,7 +73,8 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
         pytest.skip("this family takes no videos: test_videos_are_refused_by_families_that_take_none")
     if processor.rules.num_texts("video", (1, 2, 2)):
         pytest.skip(
-            "this family puts the times of frames into the text: test_frames_with_times_give_the_same_tokens_positions_logits_and_words"
+            "this family puts the times of frames into the text: "
+            "test_frames_with_times_give_the_same_tokens_positions_logits_and_words"
         )
     ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
     ids = ours.token_ids[None]
@@ -118,7 +119,8 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
 def test_frames_with_times_give_the_same_tokens_positions_logits_and_words(oracle, model, processor):
     if not processor.rules.num_texts("video", (1, 2, 2)):
         pytest.skip(
-            "this family has no times in the text: test_a_video_gives_the_same_logits_and_words_at_the_published_positions"
+            "this family has no times in the text: "
+            "test_a_video_gives_the_same_logits_and_words_at_the_published_positions"
         )
     ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
     ids, pairs = ours.token_ids[None], ours.image_grids

@@ -78,7 +78,8 @@ def with_template(processor, source):
 
 MISTRAL = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
-    "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %} {{ message.content }}<|im_end|>{% endif %}"
+    "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %} "
+    "{{ message.content }}<|im_end|>{% endif %}"
     "{% endfor %}"
 )
 NUMBERED = CHATML.replace("{{ message.content }}", "{{ loop.index }}: {{ message.content }}")

@@ -387,7 +387,8 @@ def test_pil_images_of_numbers_without_a_known_range_are_refused(mode):
         ("data:image/png;base64", "not of the form data:image/<format>;base64,<data>"),
         (
             None,
-            "an image is a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3], not NoneType",
+            "an image is a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3], "
+            "not NoneType",
         ),
         (7, ", not int"),
         (["a.png"], ", not list"),

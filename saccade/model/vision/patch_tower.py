@@ -1,5 +1,4 @@
-"""The vision tower over grids of patches (patch embedding, vision blocks), and the patch merger that projects its
-output.
+"""The vision tower over grids of patches, and the patch merger that projects its output.
 
 Legend: P patches of all images, packed, D hidden size, H heads, K head dim.
 

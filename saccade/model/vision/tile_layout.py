@@ -26,7 +26,7 @@ from saccade.processor.image import Grid
 from saccade.processor.tiles import kept_features
 
 NUM_TAPS = 4
-"""K where features are interpolated: two rows x two columns."""
+"""K if features are interpolated: two rows x two columns."""
 
 
 class Gathered(NamedTuple):
@@ -43,7 +43,7 @@ Gather = Callable[[Grid, VisionConfig], Gathered]
 
 
 def gather_tiles(grid: Grid, config: VisionConfig) -> Gathered:
-    """The tokens of an AnyRes image: those of the whole, then the rows of all tiles without padding, each with a newline."""
+    """The tokens of an AnyRes image: those of the whole, then the unpadded rows of all tiles, each with a newline."""
     (tiles, *size), tiling = grid, config.tiling
     kept = kept_features((size[0], size[1]), tiling, config.max_feature_tiles)
     source, side = kept.source, tiling.patches_per_side
@@ -125,7 +125,7 @@ class TileSizes(LayoutSizes):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Length of each part: rows, positions, `cu_seqlens`, index, and weights where there are several taps."""
+        """Length of each part: rows, positions, `cu_seqlens`, index, and weights if there are several taps."""
         taps = self.num_taps * self.num_tokens
         lengths = self.num_rows, self.num_rows, self.num_tiles + 1, taps
         return (*lengths, taps) if self.num_taps > 1 else lengths
@@ -185,7 +185,7 @@ class TileLayout(Layout):
 
 
 def tile_layout(grids: Sequence[Grid], config: VisionConfig, gather: Gather, padding: Sequence[int] = ()) -> TileLayout:
-    """The layout of packed images, followed by padding tiles of so many patches each."""
+    """The layout of packed images, followed by padding tiles with these numbers of patches."""
     whole = config.tiling.patches_per_tile
     patches = np.array([*[whole] * sum(tiles for tiles, _, _ in grids), *padding])
     lengths = patches + config.has_class_token

@@ -1,5 +1,4 @@
-"""The vision tower over tiles, as CLIP and SigLIP are used: images become squares of one size, and each attends to
-itself.
+"""The vision tower over tiles, for CLIP and SigLIP: images become squares of one size, each attends to itself.
 
 Legend: P patches of all tiles, packed, S rows of the tower (patches, and a class token before each tile's if there are
 any), M image tokens, D hidden size, H heads, C head dim, F decoder width.
@@ -90,13 +89,16 @@ class TileBlock(nn.Module):
 
 
 class TileTower(Tower):
-    """Packed pixels of tiles to features, with a position embedding per patch of a tile."""
+    """Computes features from packed pixels of tiles, with a position embedding per patch of a tile."""
 
     def __init__(
         self, config: VisionConfig, activation: Callable[[Tensor], Tensor], gather: Gather, *, smallest: Grid
     ) -> None:
-        """`smallest`: the image with the fewest tiles. With a class token there is a norm before the first block and no
-        bias of the patch embedding (CLIP), without one it is the other way round (SigLIP)."""
+        """`smallest`: the image with the fewest tiles.
+
+        With a class token there is a norm before the first block and no bias of the patch embedding (CLIP); without it
+        there is no such norm but a bias (SigLIP).
+        """
         super().__init__()
         self.config, self._gather, self._smallest = config, gather, smallest
         num_positions = config.tiling.patches_per_tile + config.has_class_token
@@ -142,7 +144,7 @@ class TileTower(Tower):
         return tile_layout(grids, self.config, self._gather)
 
     def padded_layout(self, grids: Sequence[Grid], budget: int) -> TileLayout | None:
-        """See `Tower`. The padding is whole tiles, one that is not, and empty ones."""
+        """See `Tower`. The padding is whole tiles, a partial one, and empty ones."""
         whole, sizes = self.config.tiling.patches_per_tile, self.budget_sizes(budget)
         num_tiles = sum(tiles for tiles, _, _ in grids)
         num_whole, rest = divmod(budget - num_tiles * whole, whole)
@@ -163,7 +165,7 @@ class TileTower(Tower):
         )
 
     def square_grid(self, max_patches: int) -> tuple[Grid, int]:
-        """See `Tower`: among the resolutions, whatever their shape."""
+        """See `Tower`: one of the resolutions, of any shape."""
         tiling = self.config.tiling
         grids = [self._smallest, *((tiling.num_tiles(size), *size) for size in tiling.resolutions)]
         fitting = [grid for grid in grids if self.num_patches([grid]) <= max_patches]

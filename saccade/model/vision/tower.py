@@ -1,4 +1,4 @@
-"""What the engine, the trainer and a family ask of a vision tower (`Tower`), and what all towers share.
+"""The interface of a vision tower to engine, trainer and family (`Tower`), and the parts that all towers share.
 
 A tower alone knows what an image grid means: its layout, its patches, the order of its features. With the layout on the
 device it needs no synchronisation, so that a CUDA graph can capture it. A pass can run in parts, between two blocks
@@ -30,7 +30,7 @@ class TowerPass:
 
 
 class Tower(nn.Module):
-    """A vision tower: packed pixels and a layout to the outputs of its blocks. It alone knows what a grid means."""
+    """A vision tower: packed pixels and a layout to the outputs of its blocks. Only a tower knows what a grid means."""
 
     config: VisionConfig
     blocks: nn.ModuleList
