@@ -22,7 +22,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from saccade.engine.core.grammar import GrammarCompiler, GrammarState, MaskPool
+from saccade.engine.core.grammar.compiler import GrammarCompiler
+from saccade.engine.core.grammar.masks import MaskPool
+from saccade.engine.core.grammar.state import GrammarState
 from saccade.engine.structured import StructuredOutput
 from saccade.processor.tokenizer import Tokenizer
 
@@ -154,7 +156,7 @@ def mask_rows(compiler: GrammarCompiler, tokenizer: Tokenizer, num_threads: int 
                 states.append(compiler.compile(StructuredOutput(json_schema=schema(n % num_schemas))).result())
                 assert states[-1].accept(ids[:begin])
                 later.append(ids[begin:])
-            serial = lambda: [s.fill_mask(row) for s, row in zip(states, out_NW, strict=True)]  # noqa: B023, E731
+            serial = lambda: [pool.fill(out_NW[n : n + 1], [s]).result() for n, s in enumerate(states)]  # noqa: B023, E731
             parallel = lambda: pool.fill(out_NW, states).result()  # noqa: B023, E731
             means[kind], accepts = walk_ms(states, later, parallel if kind == "parallel" else serial)
         serial_ms, parallel_ms = (statistics.mean(means[kind]) for kind in ("serial", "parallel"))

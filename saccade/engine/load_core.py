@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.grammar import GrammarCompiler, Grammars
+from saccade.engine.core.grammar.compiler import GrammarCompiler
+from saccade.engine.core.grammar.grammars import Grammars
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale

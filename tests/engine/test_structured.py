@@ -17,7 +17,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from saccade.engine.core.grammar import GrammarCompiler, MaskPool
+from saccade.engine.core.grammar.compiler import GrammarCompiler
+from saccade.engine.core.grammar.masks import MaskPool, finish_masks
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError, RequestError, UserError
 from saccade.model.initialize import initialize_random, named_size
@@ -101,9 +102,11 @@ def allowed_ids(mask_W):
 
 
 def mask_of(state, compiler):
-    mask_W = np.empty(compiler.num_words, np.int32)
-    state.fill_mask(mask_W)
-    return mask_W
+    """One state at a time, without a pool."""
+    masks_1W = np.empty((1, compiler.num_words), np.int32)
+    state.matcher.unsafe_compute_mask_ptr(masks_1W.ctypes.data, masks_1W.nbytes)
+    finish_masks(masks_1W, [state])
+    return masks_1W[0]
 
 
 def walk(state, compiler, vocabulary, rng, can_end=None):
@@ -224,29 +227,6 @@ def test_a_grammar_cannot_reach_control_tokens_or_padding(compiler, vocabulary):
         assert start not in allowed_ids(mask_of(either, compiler))
 
 
-def test_rolled_back_tokens_leave_no_trace(compiler, vocabulary):
-    state, ids = state_of(compiler, json_schema=PERSON), vocabulary[0].encode_text('{"name":"Ada","age":3')
-    masks = []
-    for token_id in ids:
-        masks.append(mask_of(state, compiler))
-        if token_id not in allowed_ids(masks[-1]):  # a forced text is tokenized in one way only
-            masks.pop()
-            break
-        assert state.accept([token_id])
-    for num_tokens in (1, 2, len(masks) - 3):
-        state.rollback(num_tokens)
-        del masks[-num_tokens:]
-        state.accept([ids[len(masks)]])
-        state.rollback(1)
-    assert np.array_equal(mask_of(state, compiler), mask_of_prefix(compiler, ids[: len(masks)]))
-
-
-def mask_of_prefix(compiler, ids):
-    state = state_of(compiler, json_schema=PERSON)
-    assert state.accept(ids)
-    return mask_of(state, compiler)
-
-
 def advanced(compiler, vocabulary, seed):
     """Two equal states somewhere in a text."""
     rng = random.Random(seed)
@@ -270,36 +250,15 @@ def test_masks_filled_in_parallel_equal_those_filled_one_by_one(compiler, vocabu
             assert np.array_equal(mask_W, mask_of(state, compiler))
 
 
-def test_masks_behind_draft_tokens_equal_those_after_accepting_them(compiler, vocabulary, pool):
-    tokenizer, eos_ids, _ = vocabulary
-    states = [state_of(compiler, regex="[ab]{3}c?") for _ in range(3)]
-    drafts = [tokenizer.encode_text("ab"), [], tokenizer.encode_text("az") * 2]
-    rows = [1 + len(draft) for draft in drafts]
-    out_NW = np.full((sum(rows), compiler.num_words), -1, np.int32)
-    pool.fill(out_NW, states, drafts).result(10)
-    expected = state_of(compiler, regex="[ab]{3}c?")
-    for row, token_id in zip(out_NW, [*drafts[0], None], strict=False):
-        assert np.array_equal(row, mask_of(expected, compiler))
-        assert token_id is None or expected.accept([token_id])
-    fresh = mask_of(state_of(compiler, regex="[ab]{3}c?"), compiler)
-    assert np.array_equal(out_NW[rows[0]], fresh)
-    assert np.array_equal(out_NW[rows[0] + 1], fresh)
-    assert all(set(allowed_ids(row)) == eos_ids for row in out_NW[rows[0] + 3 :]), "behind a refused draft token"
-    assert all(state.error is None for state in states)
-    assert np.array_equal(mask_of(states[0], compiler), fresh)
-
-
-@pytest.mark.parametrize("has_drafts", [False, True], ids=["no drafts", "drafts"])
-def test_a_state_whose_mask_the_library_cannot_compute_fails_alone(compiler, vocabulary, pool, has_drafts):
+def test_a_state_whose_mask_the_library_cannot_compute_fails_alone(compiler, vocabulary, pool):
     eos_ids = vocabulary[1]
     states = [state_of(compiler, regex=f"{letter}[0-9]+") for letter in "abc"]
     expected = [allowed_ids(mask_of(state, compiler)) for state in states]
     states[1].matcher = object()
-    drafts = [[int(ids[0])] for ids in expected] if has_drafts else None
-    masks_NW = np.empty((6 if has_drafts else 3, compiler.num_words), np.int32)
+    masks_NW = np.empty((3, compiler.num_words), np.int32)
     for _ in range(2):
-        pool.fill(masks_NW, states, drafts).result(60)
-        found = [allowed_ids(mask_W) for mask_W in masks_NW[:: 2 if has_drafts else 1]]
+        pool.fill(masks_NW, states).result(60)
+        found = [allowed_ids(mask_W) for mask_W in masks_NW]
         assert found[0].tolist() == expected[0].tolist()
         assert found[2].tolist() == expected[2].tolist()
         assert set(found[1].tolist()) == eos_ids
@@ -580,5 +539,5 @@ def test_a_missing_library_is_one_clear_error(monkeypatch, vocabulary):
 
 
 def test_the_modules_import_without_the_library_and_without_torch():
-    script = "import sys; sys.modules['llguidance'] = None; import saccade.engine.core.grammar; sys.exit('torch' in sys.modules)"
+    script = "import sys; sys.modules['llguidance'] = None; import saccade.engine.core.grammar.grammars; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

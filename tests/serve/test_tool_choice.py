@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from saccade.engine.core.grammar import GrammarCompiler
+from saccade.engine.core.grammar.compiler import GrammarCompiler
 from saccade.errors import ConfigError, RequestError
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor

@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 
-from saccade.engine.core.grammar import GrammarMasks, Grammars, GrammarState, NextMasks
+from saccade.engine.core.grammar.grammars import Grammars
+from saccade.engine.core.grammar.masks import GrammarMasks, NextMasks
+from saccade.engine.core.grammar.state import GrammarState
 from saccade.engine.core.messages import AddRequest, GrammarCompiled
 from saccade.engine.core.request_state import RequestState
 from saccade.engine.core.step import StepPlan, StepResult

@@ -24,7 +24,7 @@ from saccade.engine.core.adapters import Adapters
 from saccade.engine.core.deadlines import RequestDeadlines
 from saccade.engine.core.drafting import Drafting
 from saccade.engine.core.encoder_cache import EncoderCache
-from saccade.engine.core.grammar import Grammars
+from saccade.engine.core.grammar.grammars import Grammars
 from saccade.engine.core.grammar_requests import GrammarRequests
 from saccade.engine.core.image_policy import EncoderTurn, NextPass
 from saccade.engine.core.messages import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.grammar import GrammarMasks
+from saccade.engine.core.grammar.masks import GrammarMasks
 from saccade.engine.core.step import StepPlan, StepResult
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Request

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.grammar import GrammarMasks
+from saccade.engine.core.grammar.masks import GrammarMasks
 from saccade.engine.core.step import Chunk, EncodeResult, StepPlan
 from saccade.engine.core.step_runner import DeviceCounters, DeviceInfo
 from saccade.engine.device.encoder import Encoder, patch_budgets
