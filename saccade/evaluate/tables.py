@@ -36,7 +36,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoreRow:
     """One metric of one task."""
 
     task: str
@@ -52,7 +52,7 @@ class Row:
         return f"  {self.metric} of {self.group}" if self.group else f"{self.metric}{arrow}"
 
 
-def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> list[Row]:
+def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> list[ScoreRow]:
     """Rows of all tasks. `comparisons`: of the first results with each other one, by its name."""
     rows = []
     first = results[0]
@@ -63,10 +63,10 @@ def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]
                 _cell(found.get(task, {}).get("metrics", {}).get(metric), comparisons.get(one.name), task, metric)
                 for one, found in zip(results, scores, strict=True)
             )
-            rows.append(Row(task, metric, cells, score["higher_is_better"]))
+            rows.append(ScoreRow(task, metric, cells, score["higher_is_better"]))
         for group, score in scores[0].get(task, {}).get("groups", {}).items():
             cells = tuple(_cell(found.get(task, {}).get("groups", {}).get(group), None, task, "") for found in scores)
-            rows.append(Row(task, score["metric"], cells, score["higher_is_better"], group))
+            rows.append(ScoreRow(task, score["metric"], cells, score["higher_is_better"], group))
     return rows
 
 
@@ -88,7 +88,7 @@ def number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
-def markdown(rows: Sequence[Row], names: Sequence[str]) -> str:
+def markdown(rows: Sequence[ScoreRow], names: Sequence[str]) -> str:
     """A Markdown table."""
     lines = [_markdown_line(["task", "metric", *names]), "|" + "---|" * (len(names) + 2)]
     lines += [_markdown_line([row.task, row.label.strip(), *map(_cell_text, row.cells)]) for row in rows]
@@ -111,7 +111,7 @@ _LATEX = {
 }  # fmt: skip
 
 
-def latex(rows: Sequence[Row], names: Sequence[str]) -> str:
+def latex(rows: Sequence[ScoreRow], names: Sequence[str]) -> str:
     """A LaTeX table in the style of booktabs; the best score of a row is bold."""
     lines = [rf"\begin{{tabular}}{{ll{'r' * len(names)}}}", r"\toprule"]
     lines.append(" & ".join(["task", "metric", *map(escape_latex, names)]) + r" \\ \midrule")
@@ -122,7 +122,7 @@ def latex(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", f"% {LEGEND}"]) + "\n"
 
 
-def _best(row: Row) -> int | None:
+def _best(row: ScoreRow) -> int | None:
     """The column of the best score of a row with several."""
     scores = [(cell.value if row.higher_is_better else -cell.value, -n) for n, cell in enumerate(row.cells) if cell]
     return -max(scores)[1] if len(scores) > 1 else None

@@ -91,7 +91,7 @@ def serve(
         on_listening(*[f"http://{_spell(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets])
         listeners = [_Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Run(service, gate, listeners).run())
+            runner.run(_Lifecycle(service, gate, listeners).run())
     if supervisor.error is not None:
         if isinstance(supervisor.error, UserError):
             raise supervisor.error
@@ -217,7 +217,7 @@ class _Listener(uvicorn.Server):
         self.should_exit = self.force_exit = True
 
 
-class _Run:
+class _Lifecycle:
     """The life of a server in its event loop."""
 
     def __init__(self, service: Service, gate: Gate, listeners: Sequence[_Listener]) -> None:

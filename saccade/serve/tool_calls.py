@@ -63,7 +63,7 @@ def merged(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 
 
 @dataclass
-class ToolCall:
+class ParsedCall:
     """A whole call; the arguments are JSON text, which a model may get wrong."""
 
     id: str
@@ -76,7 +76,7 @@ class ParsedOutput:
     """Content and calls of an output: deltas added up."""
 
     content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Append what is new."""
@@ -84,7 +84,7 @@ class ParsedOutput:
             if isinstance(delta, ContentDelta):
                 self.content += delta.text
             elif delta.id is not None and delta.name is not None:
-                self.tool_calls.append(ToolCall(delta.id, delta.name, delta.arguments))
+                self.tool_calls.append(ParsedCall(delta.id, delta.name, delta.arguments))
             else:
                 self.tool_calls[delta.index].arguments += delta.arguments
 

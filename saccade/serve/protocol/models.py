@@ -7,7 +7,7 @@ from typing import Literal
 from saccade.serve.protocol.common import Wire
 
 
-class Model(Wire):
+class ServedModel(Wire):
     """A served model."""
 
     id: str
@@ -29,5 +29,5 @@ class ModelList(Wire):
 
     object: Literal["list"]
     """list"""
-    data: list[Model]
+    data: list[ServedModel]
     """The models."""

@@ -12,7 +12,7 @@ from saccade.engine import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
 from saccade.errors import UserError
 from saccade.processor.tools import check_tools
-from saccade.serve.answer import ChoicesAnswer
+from saccade.serve.answer_writer import ChoicesWriter
 from saccade.serve.conversation import conversation_of, prompt_input
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, error_of
@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         adapter = service.check_model(body.model)
         generation, tool_names = await _start(service, body, request, adapter)
-        answer = _ChatAnswer(service, body, request.state.record, generation, tool_names)
+        answer = _ChatWriter(service, body, request.state.record, generation, tool_names)
         return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
@@ -121,8 +121,8 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
         raise bad_request(str(error), param="tools") from error
 
 
-class _ChatAnswer(ChoicesAnswer):
-    """Messages of the assistant, with the tool calls that are found in their text."""
+class _ChatWriter(ChoicesWriter):
+    """Writes messages of the assistant, with the tool calls that are found in their text."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _ChatAnswer(ChoicesAnswer):
 class _ChoiceStream:
     """Turns the deltas of one completion into events."""
 
-    def __init__(self, answer: _ChatAnswer, chunk: _ChunkWriter, index: int) -> None:
+    def __init__(self, answer: _ChatWriter, chunk: _ChunkWriter, index: int) -> None:
         self._answer, self._chunk, self._index = answer, chunk, index
         self._parser = answer.parser()
 

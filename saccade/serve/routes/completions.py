@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
-from saccade.serve.answer import ChoicesAnswer
+from saccade.serve.answer_writer import ChoicesWriter
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
@@ -64,7 +64,7 @@ def router(service: Service) -> APIRouter:
             cache_salt=body.cache_salt,
             structured_field=structured_field,
         )
-        answer = _CompletionAnswer(service, body, request.state.record, generation)
+        answer = _CompletionWriter(service, body, request.state.record, generation)
         return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
@@ -94,8 +94,8 @@ def _prompt_input(service: Service, prompt: str | list[int]) -> PromptInput:
     )
 
 
-class _CompletionAnswer(ChoicesAnswer):
-    """Texts that continue the prompts."""
+class _CompletionWriter(ChoicesWriter):
+    """Writes texts that continue the prompts."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, record: RequestRecord, generation: Generation

@@ -8,7 +8,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from saccade.serve.openapi import errors
-from saccade.serve.protocol.models import Model, ModelList
+from saccade.serve.protocol.models import ModelList, ServedModel
 from saccade.serve.service import Service
 
 
@@ -32,7 +32,9 @@ def router(service: Service) -> APIRouter:
         models = [model(), *(model(name) for name in service.adapter_names)]
         return Response(orjson.dumps({"object": "list", "data": models}), media_type="application/json")
 
-    @routes.get("/v1/models/{name:path}", response_model=Model, responses=errors(401, 404, 429), summary="One model")
+    @routes.get(
+        "/v1/models/{name:path}", response_model=ServedModel, responses=errors(401, 404, 429), summary="One model"
+    )
     async def get_model(name: str) -> Response:
         return Response(orjson.dumps(model(service.check_model(name))), media_type="application/json")
 

@@ -10,7 +10,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
-from saccade.serve.answer import Answer
+from saccade.serve.answer_writer import AnswerWriter
 from saccade.serve.conversation import Conversation, check_media_url, extra_fields, prompt_input
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import Generation, error_of
@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         adapter = service.check_model(body.model)
         generation = await _start(service, body, request, adapter)
-        answer = _ResponsesAnswer(body, request.state.record, generation)
+        answer = _ResponsesWriter(body, request.state.record, generation)
         return await answer.respond(request.receive, streams=body.stream or False)
 
     return routes
@@ -99,8 +99,8 @@ def _part(part: Any, where: str, allows_remote: bool) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
-class _ResponsesAnswer(Answer):
-    """One message of the assistant."""
+class _ResponsesWriter(AnswerWriter):
+    """Writes one message of the assistant."""
 
     def __init__(self, body: ResponsesRequest, record: RequestRecord, generation: Generation) -> None:
         super().__init__(record, generation)

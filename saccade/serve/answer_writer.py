@@ -21,8 +21,8 @@ from saccade.serve.service import Service
 from saccade.serve.sse import DONE, EventStream, event
 
 
-class Answer(ABC):
-    """The answer to one request. A subclass knows the shape of its endpoint."""
+class AnswerWriter(ABC):
+    """Writes the answer to one request. A subclass knows the shape of its endpoint."""
 
     scores_prompt = False
     """Whether the answer has an entry for each token of the prompt: then it is not made on the event loop."""
@@ -60,8 +60,8 @@ class AskedForChoices(Protocol):
     stream_options: StreamOptions | None
 
 
-class ChoicesAnswer(Answer):
-    """An answer with one choice per completion, as `/v1/chat/completions` and `/v1/completions` have it."""
+class ChoicesWriter(AnswerWriter):
+    """Writes one choice per completion, as `/v1/chat/completions` and `/v1/completions` have it."""
 
     def __init__(
         self, service: Service, body: AskedForChoices, record: RequestRecord, generation: Generation, **kinds: str
