@@ -36,6 +36,7 @@ from saccade.engine import EngineConfig
 from saccade.engine.core import loop, step_budget
 from saccade.engine.core.request_state import AGEING
 from saccade.engine.core.step import ENCODER_PARTS
+from saccade.fleet.config import FleetConfig
 from saccade.model.initialize import initialize_random, named_size
 from saccade.train.config import TrainConfig
 
@@ -88,6 +89,9 @@ def test_settings_in_documents_are_valid(block):
     content = tomllib.loads(block.source)
     if "rules" in content:  # a scheme of compression
         decode(Scheme, content, str(block))
+        return
+    if "models" in content:
+        decode(FleetConfig, content, str(block))
         return
     if not block.not_run and "family" not in content:  # a recipe or a part of one
         known = set(re.findall(r"^\| `(\w+)` \|", describe_keys(TrainConfig), re.M))

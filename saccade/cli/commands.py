@@ -13,6 +13,7 @@ from saccade.cli import (
     compress,
     data,
     evaluate,
+    fleet,
     merge,
     model,
     plan,
@@ -52,6 +53,7 @@ for command in _COMMANDS:
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(serve.keys, name="keys")
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(bench.app, name="bench")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
