@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from saccade.engine.frontend.preprocessing import worker
-from saccade.engine.frontend.preprocessing.image_task import ImageTask, Source
+from saccade.engine.frontend.preprocessing.media import ImageTask, Source
 from saccade.engine.frontend.preprocessing.processed_images import image_key
 from saccade.workers.messages import receive, send
 from saccade.workers.sandbox import ResourceLimits, _restrict_by_landlock, seal

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, ProcessorMetadata
-from saccade.engine.frontend.preprocessing.image_task import ImageTask
+from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import is_possible
 from saccade.errors import ImageError
 from saccade.processor.families import VisionRules

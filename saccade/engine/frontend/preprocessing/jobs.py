@@ -1,4 +1,4 @@
-"""Jobs of the worker processes: what is sent to a worker, and how its result is read."""
+"""Jobs of the worker processes: the data that a worker gets, and how its result is read."""
 
 from __future__ import annotations
 
@@ -6,22 +6,53 @@ import contextlib
 import json
 import mmap
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from saccade.engine.frontend.preprocessing.checks import ImageChecks, check_count, check_seconds
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, ProcessorMetadata
-from saccade.engine.frontend.preprocessing.image_task import ImageTask
-from saccade.engine.frontend.preprocessing.mailbox import Mailbox
+from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified
 from saccade.errors import ImageError, RequestError
 from saccade.processor.parts import Visual, feature_spans
 from saccade.workers.messages import send
 from saccade.workers.pool import Job, Worker, WorkerLostError
+from saccade.workers.shared_memory import SharedMemory
 
+_KEPT_BYTES = 32 * 2**20
+"""Larger inboxes and outboxes are freed after use; smaller ones are kept, since fresh memory is slow."""
 _FREE_BYTES = 4 * 2**20
 """Free memory that is ready for the next patches. Larger patches are partly written to fresh memory."""
+
+_Number = TypeVar("_Number", np.int64, np.uint8)
+
+
+class Mailbox:
+    """Memory shared with one worker: an inbox for its requests, an outbox for its results."""
+
+    def __init__(self, fds: tuple[int, int] | None = None) -> None:
+        """Create one, or open one in the worker."""
+        self.inbox, self.outbox = (SharedMemory(), SharedMemory()) if fds is None else map(SharedMemory, fds)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """File descriptors that are passed to the worker."""
+        return self.inbox.fd, self.outbox.fd
+
+    def read_outbox(self, shape: tuple[int, ...], dtype: type[_Number]) -> NDArray[_Number]:
+        """A copy of the result, read-only."""
+        array = np.empty(shape, dtype)
+        if not self.outbox.read_into(array):
+            raise WorkerLostError("it sent less than it said")
+        array.flags.writeable = False
+        return array
+
+    def free_if_large(self) -> None:
+        """Free the memory of unusually large images."""
+        self.inbox.free_if_larger(_KEPT_BYTES)
+        self.outbox.free_if_larger(_KEPT_BYTES)
 
 
 class TextJob(Job[Mailbox, list[int]]):

@@ -23,7 +23,7 @@ from saccade.engine.frontend.futures import done, failed, when_all_done
 from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
 from saccade.engine.frontend.preprocessing.config import MAX_WORKER_BYTES, PreprocessingConfig
 from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
-from saccade.engine.frontend.preprocessing.media_reader import MediaReader
+from saccade.engine.frontend.preprocessing.media import MediaReader
 from saccade.engine.frontend.preprocessing.processed_images import ProcessedImages
 from saccade.engine.frontend.preprocessing.prompt_assembly import assemble_prompt, find_placeholders, plain_ids
 from saccade.engine.prompt import TokenPrompt
@@ -208,7 +208,6 @@ class Preprocessor:
             unfinished = list(self._unfinished)
         for future in unfinished:
             future.cancel()
-            self._finish(future, None)
         self._backend.close()
         self._readers.shutdown(cancel_futures=True)
 
@@ -226,6 +225,7 @@ class Preprocessor:
             if self._is_closed:
                 raise RuntimeError("the preprocessor is closed")
             self._unfinished.add(future)
+        future.add_done_callback(lambda _: self._finish(future, None) if future.cancelled() else None)
         return future
 
     def _check_num_images(self, num_images: int) -> None:
@@ -266,9 +266,7 @@ class Preprocessor:
             return
         finally:
             future.add_done_callback(lambda _: self._images.leave(images))
-        if future.cancelled():
-            self._finish(future, None)
-        else:
+        if not future.cancelled():
             self._assemble_when_done(future, token_ids, kinds, images)
 
     def _image(self, item: VisualItem, num_images: int, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:

@@ -14,7 +14,7 @@ from saccade.engine.frontend.futures import done, failed
 from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, VisualMetadata
 from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage, ProcessedImageCache
-from saccade.engine.frontend.preprocessing.image_task import ImageTask
+from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, as_pixels
 from saccade.processor.parts import VisualKind
 

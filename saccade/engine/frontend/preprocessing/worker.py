@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, PreprocessingConfig
-from saccade.engine.frontend.preprocessing.image_task import ImageTask, Source
-from saccade.engine.frontend.preprocessing.mailbox import Mailbox
+from saccade.engine.frontend.preprocessing.jobs import Mailbox
+from saccade.engine.frontend.preprocessing.media import ImageTask, Source
 from saccade.engine.frontend.preprocessing.prompt_processor import PromptProcessor
 from saccade.errors import ImageError
 from saccade.workers.fork_server import RunWorker
