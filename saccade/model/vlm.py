@@ -74,7 +74,7 @@ class VLM(nn.Module):
         return self.encode_images(pixels, torch.tensor([grid])).to(like.dtype)
 
     def embed(self, inputs: ModelInputs) -> tuple[Tensor, LayerFeatures | None]:
-        """[T, D]: embeddings of tokens, image features for placeholders; and the features of the first layers, if any."""
+        """[T, D]: embeddings of tokens, image features for placeholders; and features of the first layers, if any."""
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if inputs.image_grids.shape[0] == 0:
             return x_TD, None

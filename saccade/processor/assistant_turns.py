@@ -1,7 +1,7 @@
-"""Where the assistant's turns are in a rendered conversation.
+"""Find the assistant's turns in a rendered conversation.
 
-A chat template says nothing about turns, so they are found by rendering: a turn begins after the generation prompt and
-ends where the next message begins.
+A chat template does not mark turns, so they are found by rendering: a turn begins after the generation prompt and ends
+where the next message begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from saccade.processor.messages import Message
 Render = Callable[..., str]
 """`ChatTemplate.render` with the tools of the conversation."""
 _MAX_WHOLE_RENDERINGS = 32
-"""Turns of a request that may be rendered with all turns before them; each takes time in proportion to their length."""
+"""Maximum turns of a request that are rendered with all earlier turns: each takes time in proportion to length."""
 
 
 def assistant_turns(

@@ -19,7 +19,7 @@ from saccade.processor.messages import Message
 from saccade.processor.tools import Tool
 
 _PROBE = "saccade"
-"""A text that no template has, to see what one writes."""
+"""A text that no template contains: it tests what a template writes."""
 
 
 class ChatTemplate:
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether content must be a list of parts: text that is a string would vanish."""
+        """Whether content must be a list of parts: a plain string would vanish."""
         return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
 
     @cached_property

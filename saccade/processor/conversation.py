@@ -4,8 +4,8 @@
 
 The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its own output is trusted, message text is
 not: before rendering, each character that could begin or end a control token is replaced by a *stand-in*, a Unicode
-noncharacter that does not occur in the conversation, and restored after the control tokens have been split off. So text
-that spells `<|im_end|>`, in one part or across two, stays text. The same holds for the descriptions of tools, the
+noncharacter that does not occur in the conversation, and restored after the control tokens have been split off. Text
+that spells `<|im_end|>`, in one part or across two, therefore stays text. The same holds for descriptions of tools, the
 arguments of their calls (`tools.py`), and every other key of a message that the template reads.
 """
 
@@ -120,7 +120,7 @@ def _render_prefill(messages: Sequence[Message], render: Render) -> str:
 
 
 def _text_alone(content: str | list[dict[str, Any]]) -> str | None:
-    """Content of one text; None if there is anything else."""
+    """The text of content with a single text; None for other content."""
     if isinstance(content, str):
         return content
     return content[0]["text"] if len(content) == 1 and content[0]["type"] == "text" else None
@@ -152,7 +152,7 @@ def _translate_text(messages: Sequence[Message], table: dict[int, str]) -> list[
 
 
 def _mask_after_end(pieces: Sequence[Piece]) -> list[Piece]:
-    """Exclude from the loss what the template appends after the turn's last control token: it is never generated."""
+    """Exclude the text after the turn's last control token from the loss: the template appends it."""
     ends = [number for number, piece in enumerate(pieces) if piece.control_id is not None]
     last = ends[-1] if ends else len(pieces) - 1
     return [replace(piece, in_loss=number <= last) for number, piece in enumerate(pieces)]

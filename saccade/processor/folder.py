@@ -9,7 +9,7 @@ from saccade.errors import CheckpointError
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json`, without which a folder is not a checkpoint."""
+    """`config.json`: a folder without it is not a checkpoint."""
     if not folder.exists():
         hint = "Check the path; saccade init makes a new checkpoint folder"
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder)):

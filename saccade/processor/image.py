@@ -3,8 +3,8 @@
     read source -> check header -> decode to RGB -> resize to a multiple of the patch grid -> patches
 
 Limits are checked on the header, before a pixel is decoded. EXIF orientation and transparency are applied, so that the
-model sees what a person sees. The default resize is Pillow's, bit-identical to Hugging Face's processor; a caller may
-pass another one (`torch_resize.py`).
+model gets the picture that viewers show. The default resize is Pillow's, bit-identical to Hugging Face's processor; a
+caller may pass another one (`torch_resize.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ImageSource = str | Path | bytes | Image.Image
 """A path, a data URL, encoded bytes, or a PIL image."""
 
 Grid = tuple[int, int, int]
-"""How the patches of an image or video are arranged; only the rules of its family read it (`families`)."""
+"""The arrangement of the patches of an image or video; only the rules of its family read it (`families`)."""
 
 IMAGE_FORMS = "a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3]"
 
@@ -46,7 +46,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if _HAS_AVIF 
 """Decoded formats; Pillow's other plugins are never called. Some builds of Pillow lack AVIF."""
 
 FIRST_FRAME_FORMATS = ("MPO", "TIFF", "AVIF")
-"""Formats of which the first image counts: an MPO file of a camera is a JPEG followed by further images, a TIFF may have pages."""
+"""Formats with several images, of which the first counts: an MPO file has further JPEGs, a TIFF may have pages."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
@@ -89,7 +89,7 @@ class MediaLimits:
 
 
 class MediaBudget:
-    """Totals of one request, checked against its limits as they grow. Count an image before decoding it."""
+    """Totals of one request, checked against its limits. An image is counted before it is decoded."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
@@ -290,7 +290,7 @@ def _read_data_url(url: str, limits: MediaLimits, kind: Literal["image", "video"
 
 
 def _read_file(path: Path, max_bytes: int, kind: str, *, is_allowed: bool) -> bytes:
-    """At most one byte more than the limit, from a regular file: pipes and devices may never end."""
+    """Read at most one byte more than the limit, from a regular file: pipes and devices may never end."""
     if not is_allowed:
         raise ImageError(f"{kind}s given as a path are not read here. Send the bytes as a data URL")
     shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:60]}... ({len(str(path))} characters)"
@@ -353,7 +353,7 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def _check_tiles(image: Image.Image, limits: MediaLimits) -> None:
-    """Refuse a TIFF with tiles over the limits: a whole tile is decoded, however small the image is."""
+    """Refuse a TIFF with tiles over the limits: a whole tile is decoded even for a small image."""
     tags = getattr(image, "tag_v2", {})
     width, height = tags.get(_TILE_WIDTH, 1), tags.get(_TILE_HEIGHT, 1)
     if not isinstance(width, int) or not isinstance(height, int) or width * height > limits.max_pixels:
@@ -364,7 +364,7 @@ def _check_tiles(image: Image.Image, limits: MediaLimits) -> None:
 
 
 def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
-    """Refuse a progressive JPEG with so many scans, each a pass over all pixels, that decoding it would take minutes."""
+    """Refuse a progressive JPEG with too many scans: each is a pass over all pixels."""
     if image.format not in ("JPEG", "MPO"):
         return
     num_scans = data.count(_START_OF_SCAN)
@@ -401,7 +401,7 @@ def _decode(image: Image.Image, data: bytes | None) -> Pixels:
 
 
 def _decode_jpeg(data: bytes) -> Pixels | None:
-    """Decode with simplejpeg: the same pixels in less than half of Pillow's time. None: it cannot, use Pillow."""
+    """Decode with simplejpeg, the same pixels in less than half of Pillow's time. None: it cannot decode the image."""
     try:
         import simplejpeg
     except ImportError:
@@ -439,11 +439,10 @@ def video_patches(
     into: Pixels | None = None,
     size: tuple[int, int] | None = None,
 ) -> tuple[Pixels, Grid]:
-    """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame
-    pair.
+    """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame pair may repeat the last frame.
 
     The patches are written to the first rows of `into`, or to new memory. If the rows of `into` have `frame_dim`
-    values, each patch holds the one frame of an image once. `size`: height and width to resize to (None: those of
+    values, each patch holds the one frame of an image once. `size`: height and width to resize to (None:
     `settings.resized`).
     """
     height, width = frames[0].shape[:2]

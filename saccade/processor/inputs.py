@@ -21,7 +21,10 @@ IGNORED = -100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """A packed sequence of conversations. Legend: T tokens, N conversations, P patches, I images and videos, M image tokens."""
+    """A packed sequence of conversations.
+
+    Legend: T tokens, N conversations, P patches, I images and videos, M image tokens.
+    """
 
     token_ids: Tensor
     """[T] int64. An image is a run of placeholder tokens, one per merged patch."""
@@ -34,14 +37,14 @@ class ModelInputs:
     patches: Tensor
     """[P, channels * frames * side * side]: pixels, uint8 as decoded or float as normalised."""
     image_grids: Tensor
-    """[I, 3] int64, always on the CPU: the grid of each image, or of each part of a video that is encoded apart, in the
-    order of appearance. Only the tower knows what it means."""
+    """[I, 3] int64, always on the CPU: the grid of each image, or of each separately encoded part of a video, in the
+    order of appearance. Only the tower knows its meaning."""
     image_token_index: Tensor
     """[M] int64: indices of the placeholder tokens, in the order of the patches."""
     pixel_mean: tuple[float, ...]
-    """Per channel, in units of the 0..1 range; subtracted by `normalized_patches`."""
+    """Mean per channel, in units of the 0..1 range; `normalized_patches` subtracts it."""
     pixel_std: tuple[float, ...]
-    """Per channel, in units of the 0..1 range; divided by in `normalized_patches`."""
+    """Deviation per channel, in units of the 0..1 range; `normalized_patches` divides by it."""
     max_seqlen: int
     """Tokens of the longest conversation, on the host so that kernels need no synchronisation."""
 

@@ -1,4 +1,4 @@
-"""Check OpenAI-style messages: what a chat template takes of them, and their images and videos in order."""
+"""Check OpenAI-style messages: the input of a chat template, and images and videos in order."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ assistant's message may have `tool_calls`, the result of a call `tool_call_id` a
 keys that the template reads."""
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_FPS = 2.0
-"""Frame rate of a video that does not state one: its frames', or the sampling rate of a video file."""
+"""Default frame rate of a list of frames, and default sampling rate of a video file."""
 MIN_FPS, MAX_FPS = 0.01, 1000.0
-"""Below this the time positions of a few frames exceed what a model was trained for."""
+"""Below the minimum, the time positions of a few frames exceed those that a model was trained for."""
 
 
 @dataclass(frozen=True)

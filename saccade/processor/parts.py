@@ -1,4 +1,4 @@
-"""What replaces the placeholder of an image or video in a prompt: text and spans of features. Plain Python."""
+"""The parts that replace the placeholder of an image or video in a prompt: text and spans of features. Plain Python."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class FeatureSpan:
-    """Placeholder tokens for the features of patches that are encoded together, apart from all others."""
+    """Placeholder tokens for the features of patches that are encoded together and attend only to each other."""
 
     grid: Grid
     num_patches: int
     span: VisionSpan | TextSpan
-    """Its positions; those of text in models with 1-D RoPE."""
+    """The positions of its tokens; those of text in models with 1-D RoPE."""
 
     @property
     def length(self) -> int:
@@ -53,7 +53,7 @@ class Visual:
     patches: Pixels
     """[patches, patch_dim]: those of its spans, in order."""
     grid: Grid
-    """Of all its patches."""
+    """The grid of all its patches."""
     texts: list[list[int]]
     """Tokens of its texts (`VisionRules.texts`)."""
     parts: tuple[Part, ...]
@@ -73,7 +73,7 @@ def feature_spans(parts: Sequence[Part]) -> list[FeatureSpan]:
 def in_written_order(
     written: Sequence[VisualKind], given: Sequence[VisualKind], values: Sequence[_Value]
 ) -> list[_Value]:
-    """Values of images and videos in the order of their placeholders: the first image has the first placeholder of images, and so on."""
+    """Values of images and videos in the order of their placeholders; images and videos each keep their order."""
     by_kind = {
         kind: iter([value for other, value in zip(given, values, strict=True) if other == kind]) for kind in set(given)
     }

@@ -1,8 +1,8 @@
 """Pillow's bicubic resize, bit-identical to Hugging Face's processor, with several threads for a large image.
 
 Pillow makes two passes, each over one axis, and clips colours between them. A pass over strips of an image gives the
-same pixels as one over the whole image, so the strips of a pass are computed by as many threads. (Strips through both
-passes would not do: whether Pillow begins with rows or columns depends on the shape.)
+same pixels as one over the whole image, so threads compute the strips of a pass. (A strip cannot go through both
+passes: whether Pillow begins with rows or columns depends on the shape.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Pixels = NDArray[np.uint8]
 """[height, width, 3] RGB."""
 
 _MIN_PARALLEL_PIXELS = 2**19
-"""Smaller images take less than 10 ms."""
+"""Pixels from which threads are used: smaller images take less than 10 ms."""
 _MAX_THREADS = 4
 _PILLOW_MAJOR = int(PIL.__version__.partition(".")[0])
 
@@ -44,8 +44,10 @@ def resize_in_strips(pixels: Pixels, height: int, width: int, num_strips: int) -
 
 
 def rows_first(height: int, width: int, new_height: int, new_width: int) -> bool:
-    """Whether Pillow makes the vertical pass first. Colours are clipped between the passes, so that on hard edges the
-    other order differs by up to 31 of 255."""
+    """Whether Pillow makes the vertical pass first.
+
+    Colours are clipped between the passes: on hard edges the other order differs by up to 31 of 255.
+    """
     return _PILLOW_MAJOR >= 13 and new_height < height and height - new_height > 2 * (width - new_width)
 
 
@@ -88,5 +90,5 @@ def _for_strips(resize: Callable[[int, int], None], length: int, num_strips: int
 
 @cache
 def _threads(pid: int) -> ThreadPoolExecutor:
-    """Of this process: a forked one has the object, but not the threads."""
+    """The threads of this process: a forked process has the object, but not the threads."""
     return ThreadPoolExecutor(_MAX_THREADS, f"saccade-resize-{pid}")

@@ -1,7 +1,7 @@
 """M-RoPE positions: time, height and width of each token. Plain integers, no torch.
 
 Text advances all three axes together. The tokens of an image share one time and spread over height and width; the frame
-pairs of a video are `time_step` apart. The span behind an image or video starts at the largest position of any of its
+pairs of a video are `time_step` apart. The span after an image or video starts at the largest position of any of its
 axes plus one.
 """
 
@@ -52,7 +52,7 @@ def mrope_positions(spans: Sequence[TextSpan | VisionSpan]) -> NDArray[np.int64]
 
 @lru_cache(maxsize=64)
 def _vision_positions(span: VisionSpan) -> tuple[NDArray[np.int64], int]:
-    """Positions from 0, and one more than the largest of them. Cached: images of one size are frequent, and this takes 0.1 ms."""
+    """Positions from 0, and one more than the largest of them. Cached: they take 0.1 ms, and sizes recur."""
     times = (np.arange(span.frames, dtype=np.float32) * np.float32(span.time_step)).astype(np.int64)
     axes = np.meshgrid(times, np.arange(span.rows), np.arange(span.columns), indexing="ij")
     positions = np.stack([axis.reshape(-1) for axis in axes]).astype(np.int64)

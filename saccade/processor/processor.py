@@ -2,8 +2,8 @@
 
     conversation -> prompt pieces -> load images -> token ids + positions -> pack
 
-Training and serving share it. Serving calls the steps one by one, to run them in several processes and to skip images
-it has cached: `split_visuals`, `tokenize`, `patchify_image`, `expand_placeholders`. Two resizes are available:
+Training and serving share it. Serving calls the steps one by one, to run them in several processes and to skip cached
+images: `split_visuals`, `tokenize`, `patchify_image`, `expand_placeholders`. Two resizes are available:
 
     "pillow"   bit-identical to Hugging Face's; the default
     "torch"    within 2/255 of it at a fifth of the time: 0.8 instead of 4.2 ms for a 512 px image
@@ -52,7 +52,7 @@ ResizeName = Literal["pillow", "torch"]
 
 
 _SPACED_TEXT_VERSION = 2
-"""Raised when tokenizers that write a space before text give the same conversation other tokens, so that lengths are measured again."""
+"""Incremented when tokenizers that write a space before text change their tokens: lengths are then measured again."""
 
 
 def resize_named(name: ResizeName) -> Resize:
@@ -82,7 +82,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.template = template
         self.rules = rules
-        """How images and videos become patches and tokens."""
+        """The rules by which images and videos become patches and tokens."""
         self.eos_ids = eos_ids
         """Tokens that end a turn, from `generation_config.json`."""
         self.limits = limits
@@ -96,7 +96,10 @@ class Processor:
         resize: ResizeName = "pillow",
         chat_template: str | None = None,
     ) -> Processor:
-        """Read tokenizer, template and image settings of a checkpoint folder. `chat_template`: Jinja source to use instead of its own."""
+        """Read tokenizer, template and image settings of a checkpoint folder.
+
+        `chat_template`: Jinja source that replaces the folder's own.
+        """
         folder = Path(folder)
         config, tokenizer, rules = read_config(folder), Tokenizer.load(folder), load_rules(folder)
         if not tokenizer.is_control(rules.image_id):
@@ -179,7 +182,7 @@ class Processor:
         continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
     ) -> ModelInputs:
-        """Preprocess one conversation. `into` [patches, patch_dim] is memory for its patches: they become its first rows."""
+        """Preprocess one conversation. Its patches become the first rows of `into` [patches, patch_dim]."""
         prompt = self._render(messages, add_generation_prompt, continue_final_message, tools)
         budget = MediaBudget(self.limits)
         visuals: list[Visual] = []
@@ -205,8 +208,10 @@ class Processor:
     def preprocess_visual(
         self, item: VisualItem, into: Pixels | None = None, budget: MediaBudget | None = None, num_images: int = 1
     ) -> Visual:
-        """Decode, resize and patchify one image or video. `budget` counts it against the limits of its request;
-        `num_images`: images of its conversation."""
+        """Decode, resize and patchify one image or video.
+
+        `budget` counts it against the limits of its request; `num_images`: images of its conversation.
+        """
         budget = budget or MediaBudget(self.limits)
         if isinstance(item, ImageItem):
             return self.patchify_image(load_image(item.source, self.limits, budget), into, num_images)
@@ -222,7 +227,7 @@ class Processor:
         return self.patchify_video(frames, item.fps, into)
 
     def patchify_image(self, pixels: Pixels, into: Pixels | None = None, num_images: int = 1) -> Visual:
-        """Resize and patchify a decoded image of a conversation with so many images."""
+        """Resize and patchify a decoded image, one of `num_images` in its conversation."""
         return self._patchify("image", [pixels], 1.0, into, num_images)
 
     def patchify_video(self, frames: Sequence[Pixels], fps: float, into: Pixels | None = None) -> Visual:
@@ -240,8 +245,10 @@ class Processor:
         return Visual(patches, grid, texts, self.rules.parts(kind, grid, fps, texts))
 
     def measure(self, messages: Sequence[Message], image_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Number of tokens and patches that `preprocess` would return. No image is read: `image_sizes` are their
-        upright widths and heights."""
+        """Number of tokens and patches that `preprocess` would return.
+
+        No image is read: `image_sizes` are their upright widths and heights.
+        """
         prompt = self._render(messages, add_generation_prompt=False)
         if len(prompt.visuals) != len(image_sizes) or not all(isinstance(item, ImageItem) for item in prompt.visuals):
             raise RequestError(
@@ -258,7 +265,7 @@ class Processor:
         return num_image_tokens + len(token_ids) - len(placeholders), num_patches
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of generated tokens, special tokens left out."""
+        """Text of generated tokens, without special tokens."""
         return self.tokenizer.decode(token_ids)
 
     def _render(
@@ -279,7 +286,7 @@ class Processor:
         return self._match_placeholders(prompt)
 
     def _match_placeholders(self, prompt: Prompt) -> Prompt:
-        """Check that the template wrote one placeholder per image and video, and bring them into its order: it may write images first."""
+        """Check that the template wrote one placeholder per image and video, and return them in its order."""
         names: dict[int | None, VisualKind] = {self.rules.image_id: "image"}
         given = [visual_kind(item) for item in prompt.visuals]
         if self.rules.video_id is not None:
@@ -359,8 +366,7 @@ class Processor:
 
 
 def split_visuals(messages: Sequence[Message]) -> tuple[list[Message], list[VisualItem]]:
-    """Split a conversation into messages fit for JSON, for `Processor.tokenize`, and its images and videos in order,
-    for `Processor.preprocess_visual`."""
+    """Split a conversation into JSON messages for `tokenize` and its images and videos for `preprocess_visual`."""
     checked, visuals = check_messages(messages)
     sources = {"image": {"image": "elsewhere"}, "video": {"video": ["elsewhere"]}}
     for message in checked:
@@ -389,7 +395,7 @@ def prefix_errors(what: str) -> Iterator[None]:
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """End-of-turn tokens from `generation_config.json`, else from `config.json`, one id or a list; else the tokenizer's."""
+    """End-of-turn tokens from `generation_config.json`, else `config.json`, one id or a list; else the tokenizer's."""
     text_config, name = (
         config.get("text_config") or {},
         token_text(read_json(folder / "tokenizer_config.json"), "eos_token"),

@@ -1,14 +1,14 @@
 """Incremental detokenization that never returns part of a character.
 
-A token may be part of a multi-byte character, and some decoders treat the first token of a text differently. So new
-text is the difference between decoding a short window with and without the new tokens, returned once it is complete.
+A token may be part of a multi-byte character, and some decoders treat the first token of a text differently. New text
+is therefore the difference between decoding a short window with and without the new tokens, once it is complete.
 """
 
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 16
-"""Most tokens of one character: four bytes, or a few combined characters."""
+"""Maximum tokens of one character: four bytes, or a few combined characters."""
 
 
 class TextStream:
@@ -33,15 +33,18 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The rest; incomplete characters become the replacement character."""
+        """The remaining text; incomplete characters become the replacement character."""
         text = self._new_text()
         self._window, self._num_returned = [], 0
         return text
 
     @staticmethod
     def _should_decode(before: int, now: int) -> bool:
-        """Any character is complete within a few tokens. Beyond that the text is invalid: decoding at every doubling of
-        the window keeps the cost per token constant."""
+        """Whether to decode the window: while a character may be incomplete, and then at every doubling.
+
+        A character is complete within a few tokens; longer text is invalid, and decoding it at doublings keeps the cost
+        per token constant.
+        """
         return now <= _LONGEST_CHARACTER or now.bit_length() > before.bit_length()
 
     def _new_text(self) -> str:

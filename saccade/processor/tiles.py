@@ -1,5 +1,4 @@
-"""AnyRes: an image as a small picture of the whole and tiles of one size. Integers, and the pixels cut by them; no
-torch.
+"""AnyRes: an image becomes a small picture of the whole and tiles of one size. No torch.
 
     size -> best resolution of a list -> resize within it, pad around it -> tiles
     size -> rows and columns of features that are not padding -> tokens
@@ -26,7 +25,7 @@ Size = tuple[int, int]
 """Height and width."""
 
 _RATIO = 1.1
-"""Features are interpolated when there are so many times the maximum, per side."""
+"""Features are interpolated if a side has more than this factor times the maximum."""
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
@@ -58,7 +57,7 @@ class Unpadded(NamedTuple):
 
 
 def unpadded(size: Size, rows: int, columns: int) -> Unpadded:
-    """Of `rows` x `columns` features of an image of this size, those that are not padding. There may be none."""
+    """The features that are not padding among `rows` x `columns` features of an image of this size; maybe none."""
     if size[1] / size[0] > columns / rows:
         padding = (rows - int(round(size[0] * (columns / size[1]), 7))) // 2
         return Unpadded(padding, 0, rows - 2 * padding, columns)
@@ -68,7 +67,7 @@ def unpadded(size: Size, rows: int, columns: int) -> Unpadded:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How images become tiles, and tiles patches."""
+    """The division of images into tiles, and of tiles into patches."""
 
     tile_size: int
     """Side of a tile in pixels."""
@@ -98,7 +97,7 @@ class Tiling:
 
     @property
     def max_tiles(self) -> int:
-        """Most tiles of an image, with the picture of the whole."""
+        """Maximum tiles of an image, with the picture of the whole."""
         return 1 + max(height * width for height, width in self.resolutions) // self.tile_size**2
 
     def resolution(self, size: Size) -> Size:
@@ -120,8 +119,10 @@ class Tiling:
         return unpadded(size, rows * self.patches_per_side, columns * self.patches_per_side)
 
     def cut(self, pixels: Pixels, resize: Resize, into: Pixels) -> None:
-        """Write the patches of an image to `into` [tiles * patches, patch_dim]: the picture of the whole first, then
-        all tiles in reading order."""
+        """Write the patches of an image to `into` [tiles * patches, patch_dim].
+
+        The picture of the whole is first, then all tiles in reading order.
+        """
         height, width = pixels.shape[:2]
         side = self.patches_per_side
         patches = into.reshape(-1, side, side, 3, self.patch_size, self.patch_size)
@@ -146,20 +147,20 @@ class KeptFeatures(NamedTuple):
     """The features of an image's tiles that become tokens."""
 
     source: Unpadded
-    """Those that are not padding."""
+    """The features that are not padding."""
     rows: int
-    """Rows they are interpolated to; those of `source` where they are not."""
+    """Rows after interpolation; without it those of `source`."""
     columns: int
-    """Columns they are interpolated to."""
+    """Columns after interpolation."""
 
     @property
     def is_interpolated(self) -> bool:
-        """Whether there are fewer than of `source`."""
+        """Whether they are fewer than those of `source`."""
         return (self.rows, self.columns) != (self.source.rows, self.source.columns)
 
 
 def kept_features(size: Size, tiling: Tiling, max_feature_tiles: int | None) -> KeptFeatures:
-    """The features of the tiles of an image of this size, interpolated to at most about so many tiles' worth."""
+    """The features of the tiles of an image of this size, interpolated to about those of `max_tiles` at most."""
     source = tiling.unpadded(size)
     if max_feature_tiles is None:
         return KeptFeatures(source, source.rows, source.columns)

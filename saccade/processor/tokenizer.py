@@ -4,8 +4,8 @@ A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only
 processor. `encode_text` never produces one, whatever the text spells: it uses the vocabulary of `tokenizer.json`
 without the control tokens, which are kept in a table by name.
 
-SentencePiece tokenizers write a space before a text: before the first of a prompt alone, or before each one between
-control tokens, as `tokenizer.json` says. So text between two control tokens is encoded once and its tokens are divided
+SentencePiece tokenizers write a space before a text: before the first of a prompt, or before each one between control
+tokens, as `tokenizer.json` says. Text between two control tokens is therefore encoded once and its tokens are divided
 by their offsets (`encode_parts`); a part that must be encoded separately gets no further space.
 """
 
@@ -53,7 +53,7 @@ class Tokenizer:
         """Tokens that `tokenizer.json` puts before every prompt, such as `<s>`."""
         self._unknown_id = self._text.token_to_id(str(description["model"].get("unk_token")))
         self._fallback_bytes: dict[int, int] = {}
-        """Tokens that are one byte of a character without a token, in tokenizers with such."""
+        """Tokens of single bytes, for characters without a token."""
         if "ByteFallback" in json.dumps(description.get("decoder")):
             tokens = {f"<0x{byte:02X}>": byte for byte in range(256)}
             self._fallback_bytes = {
@@ -171,8 +171,10 @@ class Tokenizer:
         return text
 
     def _decode_with_bytes(self, ids: Sequence[int]) -> str:
-        """Decode tokens among which are bytes. (The library gives up a whole run of bytes if one of them is invalid, so
-        that text would change when more tokens follow.)"""
+        """Decode tokens, some of which are bytes.
+
+        (The library drops a whole run of bytes if one of them is invalid: text would change when more tokens follow.)
+        """
         pieces: list[str] = []
         for is_bytes, run in groupby(ids, key=self._fallback_bytes.__contains__):
             if is_bytes:
@@ -183,7 +185,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes a token stands for, which may be part of a character; None for a control token or an id without a token."""
+        """Bytes of a token, which may be part of a character; None for a control token or an unknown id."""
         token = self._all.id_to_token(token_id)
         if token is None or token_id in self._control_names:
             return None
@@ -195,14 +197,14 @@ class Tokenizer:
 
 
 def _prefix_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the post-processor puts before a text."""
+    """The tokens that the post-processor puts before a text."""
     encoded = tokenizer.encode("a")
     added = list(encoded.special_tokens_mask)
     return tuple(encoded.ids[: added.index(0)] if 0 in added else ())
 
 
 def _without_prefix(description: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer without the space that it writes before a text."""
+    """The tokenizer without the space that it writes before a text."""
     never = {"prepend_scheme": "never", "add_prefix_space": False}
 
     def change(step: Any) -> Any:

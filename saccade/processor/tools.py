@@ -1,5 +1,4 @@
-"""Tools in a conversation: descriptions of functions that the model may call, its calls, and their arguments, in
-OpenAI's format.
+"""Tools in a conversation, in OpenAI's format: functions that the model may call, its calls, and their arguments.
 
     tools=[{"type": "function", "function": {"name": "add", "description": "...", "parameters": {JSON schema}}}]
     {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
@@ -46,7 +45,7 @@ _TRUSTED_KEYS = frozenset(
 
 
 def check_tools(tools: object) -> list[dict[str, Any]]:
-    """Tools as the template takes them. `strict` is left out: it is about decoding, not about the prompt."""
+    """Tools as the template takes them, without `strict`, which concerns decoding and not the prompt."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes) or not 0 < len(tools) <= MAX_TOOLS:
         raise RequestError(f"tools is {reprlib.repr(tools)}; use a list of 1 to {MAX_TOOLS} tools")
     checked = [_check_tool(tool, f"tools[{number}]") for number, tool in enumerate(_plain_json(tools, "tools"))]
@@ -76,7 +75,7 @@ def _check_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def check_tool_calls(calls: object, where: str, names: Container[str] | None = None) -> list[dict[str, Any]]:
-    """The calls of an assistant message, with their arguments as objects. `names`: further keys they may have; None: any."""
+    """The calls of an assistant message, with their arguments as objects. `names`: further keys; None: any."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes) or not 0 < len(calls) <= MAX_TOOLS:
         raise RequestError(f"{where} is {reprlib.repr(calls)}; use a list of 1 to {MAX_TOOLS} calls, or leave it out")
     return [_check_call(call, f"{where}[{number}]", names) for number, call in enumerate(calls)]
@@ -115,7 +114,7 @@ def _check_arguments(arguments: object, where: str) -> dict[str, Any]:
 def split_keys(
     value: object, ours: Set[str], names: Container[str] | None, where: str, advice: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an object has of our keys, and of others that are in `names`, which may be any JSON. None: all may be there."""
+    """The values of our keys, and those of other keys, which may be any JSON and must be in `names` (None: any)."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is {reprlib.repr(value)}, not an object. {advice}")
     own = {name: value[name] for name in value if name in ours}
@@ -126,7 +125,7 @@ def split_keys(
 
 
 def _plain_json(value: Any, where: str) -> Any:
-    """A copy made of JSON types alone, within the limits on size and depth."""
+    """A copy of JSON types only, within the limits on size and depth."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         num_bytes = len(text.encode())

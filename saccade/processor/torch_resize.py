@@ -1,4 +1,4 @@
-"""Antialiased bicubic resize by torch's vectorised 8-bit kernel: a fifth of Pillow's time; some pixels are rounded differently."""
+"""Antialiased bicubic resize by torch's vectorised 8-bit kernel: a fifth of Pillow's time, with other rounding."""
 
 import torch
 from torch import Tensor

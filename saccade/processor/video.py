@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sampled_frames(data: bytes, fps: float, budget: MediaBudget) -> list[Pixels]:
-    """Decode the frames of a video file at 0, 1 / fps, 2 / fps, ... seconds. Each counts against `budget` before it is converted."""
+    """Decode the frames of a video file at 0, 1 / fps, 2 / fps, ... seconds, each counted against `budget`."""
     av = _import_av()
     try:
         with av.open(io.BytesIO(data), format=_demuxer(data)) as container:
@@ -67,7 +67,7 @@ def _demuxer(data: bytes) -> str:
 
 
 def import_all_of_av() -> None:
-    """Import every module of PyAV, if it is installed: it imports some when it decodes, which a sealed process cannot."""
+    """Import every module of PyAV, if installed: it imports some when decoding, which a sandboxed process cannot."""
     if importlib.util.find_spec("av") is None:
         return
     for module in pkgutil.walk_packages(_import_av().__path__, "av."):

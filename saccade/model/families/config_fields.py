@@ -61,8 +61,10 @@ def section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def rope_parameters(raw: Mapping[str, Any], kinds: Sequence[str] = ("default", "mrope")) -> dict[str, Any]:
-    """RoPE parameters, under any of their three names; only unscaled types are supported. `rope_scaling` counts before
-    `rope_parameters`, as in `transformers`."""
+    """RoPE parameters, under any of their three names; only unscaled types are supported.
+
+    `rope_scaling` takes precedence over `rope_parameters`, as in `transformers`.
+    """
     found = dict(section(raw, "rope_scaling") or section(raw, "rope_parameters"))
     found.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))

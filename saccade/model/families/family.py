@@ -1,4 +1,4 @@
-"""What a model family says about itself: the seam between the model and everything that must not know a family's name.
+"""A model family describes itself: the seam between the model and everything that must not know a family's name.
 
 Its other side is `saccade.processor.families`: how images and videos become patches, tokens and positions. A family is
 one file in each folder. The model asks for the tower and the projector; loading and export for names; `saccade init`
@@ -43,7 +43,7 @@ class Family:
     name: str
     """Its published name."""
     summary: str
-    """What sets it apart, in a line."""
+    """Its distinguishing features, in a line."""
     architecture: str
     """Its class in `transformers`."""
     processor_class: str
@@ -51,7 +51,7 @@ class Family:
     parse_config: Callable[[Mapping[str, Any]], ModelConfig]
     """`config.json` to sizes. Unsupported settings are refused."""
     describe_config: Callable[[ModelConfig, Mapping[str, int]], dict[str, Any]]
-    """Sizes and ids of the vision tokens to the fields of a new `config.json` that are the family's own."""
+    """Sizes and ids of the vision tokens to the family's own fields of a new `config.json`."""
     describe_processor: Callable[[ModelConfig], dict[str, dict[str, Any]]]
     """The files that describe images and videos to `transformers`, by name."""
     make_tower: Callable[[VisionConfig], Tower]
@@ -79,9 +79,9 @@ class Family:
     packs_tower: bool = True
     """Whether `transformers` loads its tower with packed weights (int4). If not, built-in schemes store it in int8."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
-    """What a chat template writes for an image."""
+    """The text of an image in a chat template."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"
-    """What a chat template writes for a video."""
+    """The text of a video in a chat template."""
     tool_calls: Literal["hermes"] = "hermes"
     """Format in which its models call tools."""
 

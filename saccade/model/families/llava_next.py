@@ -1,7 +1,8 @@
 """LLaVA-NeXT: a CLIP tower over tiles, an MLP, and a Mistral or Llama decoder with 1-D RoPE.
 
-Published configs name little more than what differs from the classes of `transformers`, so those defaults are here.
-Tensor names are read as published (`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
+Published configs name little more than their differences from the classes of `transformers`, so those defaults are
+here. Tensor names are read as published (`vision_tower.vision_model.`), as `transformers` writes them and as it uses
+them in memory.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
     },
 }  # fmt: skip
-"""Text configs by `model_type`: what the defaults of their classes in `transformers` differ in."""
+"""Text configs by `model_type`: the differences of the defaults of their classes in `transformers`."""
 _DECODER = {
     "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6,
 }  # fmt: skip
@@ -149,7 +150,7 @@ def _describe_processor(config: ModelConfig) -> dict[str, dict[str, Any]]:
 def _tower(
     num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, tile_size: int, patch_size: int = 14
 ) -> VisionConfig:
-    """A tower whose last block but one is selected, with the published resolutions in tiles of this size."""
+    """A tower whose second last block is selected, with the published resolutions in tiles of this size."""
     return VisionConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,

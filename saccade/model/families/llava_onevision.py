@@ -2,7 +2,7 @@
 
 One image is a picture of the whole and tiles of it. Several images are a square each, followed by one newline
 embedding. The frames of a video are pooled squares, and one newline follows all. Tensor names are read as published
-(`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
+(`vision_tower.vision_model.`), as `transformers` writes them and as it uses them in memory.
 """
 
 import functools
@@ -186,7 +186,7 @@ def _describe_processor(config: ModelConfig) -> dict[str, dict[str, Any]]:
 def _tower(
     num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, tile: int, tiles: int
 ) -> VisionConfig:
-    """`tiles`: most tiles of a side."""
+    """`tiles`: maximum number of tiles per side."""
     sides = range(tile, tiles * tile + 1, tile)
     return VisionConfig(
         num_layers=num_layers,

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: as Qwen2-VL, with a tower of window attention, RMSNorm and a gated MLP."""
+"""Qwen2.5-VL: Qwen2-VL with a tower of window attention, RMSNorm and a gated MLP."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
-"""Qwen3-VL, dense: learned position embeddings in the tower, outputs of several blocks enter the first decoder layers
-(DeepStack), M-RoPE whose axes take turns, and a decoder with norms on queries and keys instead of biases.
+"""Qwen3-VL, dense.
+
+The tower has learned position embeddings, and outputs of several blocks enter the first decoder layers (DeepStack). The
+decoder has interleaved M-RoPE, and norms on queries and keys instead of biases.
 """
 
 import functools

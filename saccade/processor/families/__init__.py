@@ -9,11 +9,10 @@ three integers that say how the patches of one image are arranged, frame pairs x
 width). Everything else asks for numbers of patches and tokens.
 
 The grid of a family with tiles (LLaVA-NeXT, LLaVA-OneVision; `tiles.py`) is (tiles, height, width) of the original
-image, from which its rules derive the tiles that are cut, the tokens that remain without the padding and the newline
-tokens, and its tower the features; an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text
-length (`positions.py`). Where an image's tiles depend on how many images the conversation has, that number is an
-argument of `image_grid` and `patchify`; as far as it matters (`counted_images`) it is a part of the image's key in the
-engine (`ImageTask.digest`), because caches are keyed by it.
+image. Its rules derive the tiles, the tokens without padding and the newline tokens from it, its tower the features; an
+image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text length (`positions.py`). If an image's
+tiles depend on the number of images in the conversation, that number is an argument of `image_grid` and `patchify`, and
+as `counted_images` a part of the image's key in caches (`ImageTask.digest`).
 """
 
 from __future__ import annotations
@@ -53,12 +52,15 @@ class VisionRules(Protocol):
         ...
 
     def counted_images(self, num_images: int) -> int:
-        """The number of images of a conversation as far as their patches depend on it: numbers that give an image the
-        same patches give the same result, 1 wherever it does not matter. It is a part of an image's key in caches."""
+        """The number of images of a conversation, as far as their patches depend on it.
+
+        Numbers with the same patches give the same result, 1 if the number does not matter. It is a part of an image's
+        key in caches.
+        """
         ...
 
     def image_grid(self, height: int, width: int, num_images: int = 1) -> Grid:
-        """The grid of an image of this size in a conversation of so many images. No pixel is read."""
+        """The grid of an image of this size, one of `num_images` in its conversation. No pixel is read."""
         ...
 
     def num_patches(self, grid: Grid) -> int:
@@ -77,16 +79,15 @@ class VisionRules(Protocol):
         into: Pixels | None = None,
         num_images: int = 1,
     ) -> tuple[Pixels, Grid]:
-        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in
-        new memory.
+        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video.
 
-        An image written to rows of `frame_dim` values has its frame once, not repeated to fill the patch. `num_images`:
-        images of the conversation.
+        The patches are the first rows of `into`, or new memory. An image written to rows of `frame_dim` values has its
+        frame once, not repeated to fill the patch. `num_images`: images of the conversation.
         """
         ...
 
     def num_texts(self, kind: VisualKind, grid: Grid) -> int:
-        """Texts that the model gets between the features of an image or video."""
+        """Number of texts between the features of an image or video."""
         ...
 
     def texts(self, kind: VisualKind, num_frames: int, fps: float) -> list[str]:
@@ -94,7 +95,7 @@ class VisionRules(Protocol):
         ...
 
     def parts(self, kind: VisualKind, grid: Grid, fps: float, texts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
-        """What replaces the placeholder. `texts`: those of `texts`, tokenised. `fps`: frames per second of a video."""
+        """The parts that replace the placeholder. `texts`: those of `texts`, tokenised. `fps`: of a video."""
         ...
 
     def max_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
@@ -104,9 +105,9 @@ class VisionRules(Protocol):
     def is_possible(
         self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits, num_images: int = 1
     ) -> bool:
-        """Whether an image or video of so many frames can have this grid, and positions that are not too far apart.
+        """Whether an image or video of `num_frames` can have this grid, and positions that are not too far apart.
 
-        The engine asks this about what a worker process sent: nothing else about a grid may be trusted.
+        The engine checks the grids of worker processes with it: nothing else about a grid may be trusted.
         """
         ...
 

@@ -1,7 +1,6 @@
-"""LLaVA-NeXT: an image is a picture of the whole and tiles; a token is a patch, each row of patches ends with a
-newline.
+"""LLaVA-NeXT: an image is a picture of the whole and tiles. There are no videos.
 
-There are no videos.
+A token is a patch, and each row of patches ends with a newline.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Rules(TileRules):
         return (FeatureSpan(grid, self.num_patches(grid), TextSpan(self.num_tokens(kind, grid))),)
 
     def num_tokens(self, kind: VisualKind, grid: Grid) -> int:
-        """Tokens of an image or video, newlines among them."""
+        """Tokens of an image or video, newlines included."""
         tiles, tiling = grid[0], self.images.tiling
         if kind == "video":
             return tiles * pooled_side(tiling) ** 2 + 1
@@ -147,7 +147,7 @@ def _padded_square(pixels: Pixels, mean: Sequence[float]) -> Pixels:
 
 
 def _check_videos(folder: Path, images: TileSettings) -> None:
-    """Refuse frames that are preprocessed differently than images; a missing file says nothing."""
+    """Refuse frames that are preprocessed differently from images; the file may be missing."""
     found = preprocessor_config(folder, "video_preprocessor_config.json", "video_processor")
     for name, value in (("image_mean", images.mean), ("image_std", images.std)):
         if found.get(name) is not None and tuple(found[name]) != value:

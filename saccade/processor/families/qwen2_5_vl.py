@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: as Qwen2-VL, but the positions of a video's frames follow its clock."""
+"""Qwen2.5-VL: Qwen2-VL whose positions of a video's frames follow its clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rules(qwen2_vl.Rules):
 
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What the files of a checkpoint folder say."""
+        """The fields of the rules, from the files of a checkpoint folder."""
         rate = (config.get("vision_config") or {}).get("tokens_per_second", 4)
         if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
             raise CheckpointError(f"{folder}/config.json: tokens_per_second is {rate!r}, not a number above 0")

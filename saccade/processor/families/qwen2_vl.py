@@ -24,7 +24,7 @@ class Rules:
     """See `VisionRules`."""
 
     tower_patch_size: ClassVar[int] = 14
-    """Where `config.json` does not say it."""
+    """Side of a patch, unless `config.json` has it."""
 
     images: ImageSettings
     """Settings of images."""
@@ -42,7 +42,7 @@ class Rules:
 
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What the files of a checkpoint folder say."""
+        """The fields of the rules, from the files of a checkpoint folder."""
         images, videos = read_settings(folder, config, ImageSettings(), cls.tower_patch_size)
         return {
             "images": images,
@@ -58,7 +58,7 @@ class Rules:
     # -------------------------------------------------------------- patches
 
     def counted_images(self, num_images: int) -> int:
-        """See `VisionRules`. An image is cut alike in any company."""
+        """See `VisionRules`. Other images do not matter."""
         return 1
 
     def image_grid(self, height: int, width: int, num_images: int = 1) -> Grid:
@@ -90,7 +90,7 @@ class Rules:
         return frames * self._max_frame_patches(kind, limits)
 
     def _max_frame_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
-        """An upper bound for `ImageSettings.resized`: the pixel limit, and a further cell on each side of the longest strip."""
+        """An upper bound for `ImageSettings.resized`: the pixel limit, and a cell on each side of the longest strip."""
         settings, max_aspect_ratio = self.settings(kind), min(limits.max_aspect_ratio, limits.max_side)
         cells = settings.max_pixels / settings.cell**2
         return math.ceil(cells + 2 * math.sqrt(cells * max_aspect_ratio) + 2) * settings.merge_size**2

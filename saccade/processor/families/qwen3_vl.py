@@ -1,4 +1,4 @@
-"""Qwen3-VL: images as in Qwen2-VL; each frame pair of a video is an image of its own behind its time in words."""
+"""Qwen3-VL: images are those of Qwen2-VL; each frame pair of a video is a separate image after its time in words."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Rules(qwen2_vl.Rules):
     """See `VisionRules`."""
 
     tower_patch_size: ClassVar[int] = 16
-    """Where `config.json` does not say it."""
+    """Side of a patch, unless `config.json` has it."""
 
     vision_start_id: int
     """Control token before a frame pair."""
     vision_end_id: int
-    """Control token behind a frame pair."""
+    """Control token after a frame pair."""
     max_frame_tokens: int | None
-    """Tokens of a frame where the checkpoint limits them (`cap_pixels_per_frame`)."""
+    """Maximum tokens of a frame, if the checkpoint limits them (`cap_pixels_per_frame`)."""
 
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What the files of a checkpoint folder say."""
+        """The fields of the rules, from the files of a checkpoint folder."""
         images, videos = read_settings(folder, config, ImageSettings(), cls.tower_patch_size)
         described = preprocessor_config(folder, "video_preprocessor_config.json", "video_processor")
         if not described:
@@ -64,7 +64,7 @@ class Rules(qwen2_vl.Rules):
         return video_patches(frames, self.videos, resize, into, size)
 
     def _limited(self, num_frames: int) -> ImageSettings:
-        """The settings of a video of so many frames."""
+        """The settings of a video with this number of frames."""
         if self.max_frame_tokens is None:
             return self.videos
         share = min(self.max_frame_tokens * self.videos.cell**2, self.videos.max_pixels // num_frames)
@@ -80,7 +80,7 @@ class Rules(qwen2_vl.Rules):
         )
 
     def _max_pair_patches(self, num_frames: int, limits: MediaLimits) -> int:
-        """Upper bound on the patches of each frame pair, of so many frames."""
+        """Upper bound on the patches of each frame pair of a video."""
         counted = max(self.videos.temporal_patch_size, num_frames - 1)  # the count is rounded to even, up or down
         total = max(self.videos.max_pixels, self._limited(num_frames).max_pixels)
         share = replace(self.videos, min_pixels=1, max_pixels=max(self.videos.cell**2, total // counted))
@@ -93,7 +93,7 @@ class Rules(qwen2_vl.Rules):
         return 0 if kind == "image" else grid[0]
 
     def texts(self, kind: VisualKind, num_frames: int, fps: float) -> list[str]:
-        """The time of each frame pair of a video: the mean of its first and last frame's."""
+        """The time of each frame pair of a video: the mean of its two frames."""
         if kind == "image":
             return []
         depth = self.videos.temporal_patch_size

@@ -14,8 +14,11 @@ from saccade.processor.image import ImageSettings
 def read_settings(
     folder: Path, config: Mapping[str, Any], images: ImageSettings, tower_patch_size: int
 ) -> tuple[ImageSettings, ImageSettings]:
-    """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos.
-    `tower_patch_size`: of a tower whose config does not say it."""
+    """Settings of images and of videos.
+
+    `images`: the family's defaults; the settings of images are the defaults of videos. `tower_patch_size`: side of a
+    patch unless the config of the tower has it.
+    """
     unsaid = {"patch_size": tower_patch_size, "temporal_patch_size": 2, "spatial_merge_size": 2}
     vision = unsaid | (config.get("vision_config") or {})
     images = _parse(preprocessor_config(folder, "preprocessor_config.json", "image_processor"), images)
