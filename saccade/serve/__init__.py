@@ -2,9 +2,9 @@
 
     client -> connection limits -> gate (keys, limits, errors) -> route -> generation -> engine
 
-Where to start reading: `server.py` starts and stops everything; `app.py` has the list of routes; `gate.py` is what every request
-passes first; `routes/chat.py` is the main endpoint; `generation.py` connects a request with the engine; `supervisor.py` loads the
-engine and replaces a core that died.
+Where to start reading: `server.py` starts and stops everything; `app.py` has the list of routes; `gate.py` is what
+every request passes first; `routes/chat.py` is the main endpoint; `generation.py` connects a request with the engine;
+`supervisor.py` loads the engine and replaces a core that died.
 """
 
 from typing import TYPE_CHECKING

@@ -5,7 +5,7 @@
 Each stage has a bound, so a client hears 429 at once instead of waiting for what cannot be served in time:
 
 - completions in the engine: those that run and a bounded number that wait;
-- their KV-cache pages: prompt tokens, and as many output tokens as completions had lately, since `max_tokens` says little;
+- their KV-cache pages: prompt tokens, and as many output tokens as recent completions had;
 - their image tokens, which take encoder memory;
 - bytes of images and videos that are being preprocessed;
 - the time a new request would wait, by the rate at which requests end.
@@ -23,11 +23,11 @@ from typing import Literal
 Bound = Literal["queue", "kv_cache", "encoder", "media", "wait"]
 
 _RATE_WINDOW_S = 30.0
-"""Endings within this time say how fast requests end."""
+"""Window over which the rate of ending requests is measured."""
 _MIN_ENDINGS = 8
-"""Fewer endings say nothing about the rate."""
+"""With fewer endings in the window the rate counts as unknown."""
 _WEIGHT = 0.05
-"""Of a new observation in a running average."""
+"""Weight of a new observation in a running average."""
 _MAX_RETRY_S = 60.0
 
 
@@ -38,13 +38,14 @@ class AdmissionLimits:
     max_running: int
     """Completions the engine runs at the same time."""
     max_queued: int
-    """Completions that may wait beside them."""
+    """Completions that may wait for one of these to end."""
     max_pages: int
-    """KV-cache pages of all open requests, as estimated: several times those that exist, since most of them wait."""
+    """Estimated KV-cache pages of all open requests. Most of these wait, so the bound is several times the pages that
+    exist."""
     page_size: int
     """Tokens per page."""
     max_image_tokens: int
-    """Image tokens of all open requests, as estimated."""
+    """Estimated image tokens of all open requests."""
     max_media_bytes: int
     """Bytes of images and videos being preprocessed."""
     max_wait_s: float
@@ -53,18 +54,18 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a request will take."""
+    """What a request needs of each stage."""
 
     num_completions: int
     """Sequences that the engine generates."""
     num_prompt_tokens: int
-    """Tokens of its text."""
+    """Tokens of the text of its prompts."""
     max_tokens: int
     """Maximum output tokens of a completion."""
     num_images: int = 0
     """Images and videos."""
     num_media_bytes: int = 0
-    """Encoded size of its images and videos."""
+    """Encoded size of the images and videos."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Refusal:
 
 
 class AdmittedRequest:
-    """One admitted request: what it counts for until it is closed."""
+    """One admitted request, with what it counts for until it is closed."""
 
     __slots__ = ("demand", "is_open", "is_preprocessing", "num_image_tokens", "num_media_bytes", "num_pages")
 
@@ -94,7 +95,7 @@ class Admission:
         self.num_open = 0
         """Admitted requests that have not ended."""
         self.num_preprocessing = 0
-        """Of these, requests whose prompt is not ready."""
+        """Open requests whose prompt is not ready."""
         self.num_completions = self.num_pages = self.num_image_tokens = self.num_media_bytes = 0
         self.num_refused: dict[Bound, int] = dict.fromkeys(("queue", "kv_cache", "encoder", "media", "wait"), 0)
         self._output_tokens = 256.0
@@ -104,7 +105,7 @@ class Admission:
 
     @property
     def usage(self) -> dict[Bound, float]:
-        """How much of each bound is in use, from 0 to 1. Of `wait`, which depends on the time, nothing is known here."""
+        """How much of each bound is in use, from 0 to 1. `wait` is missing, since it depends on the time."""
         limits = self.limits
         return {
             "queue": self.num_completions / (limits.max_running + limits.max_queued),
@@ -116,7 +117,7 @@ class Admission:
     # -------------------------------------------------------------- decide
 
     def refusal(self, demand: Demand, now: float) -> Refusal | None:
-        """Why the request cannot be admitted now; None: it can."""
+        """Return why the request cannot be admitted now, or None if it can."""
         if self.num_open == 0:
             return None
         limits = self.limits
@@ -133,11 +134,11 @@ class Admission:
         return None if bound is None else Refusal(bound, self._retry_after_s(now))
 
     def is_full(self, now: float) -> Refusal | None:
-        """Whether even the smallest request would be refused: known before its body is read."""
+        """Return why even the smallest request would be refused, or None. Known before a body is read."""
         return self.refusal(Demand(num_completions=1, num_prompt_tokens=0, max_tokens=1), now)
 
     def expected_wait_s(self, now: float) -> float:
-        """Time until a new completion starts, by the rate at which completions end; 0 while there is room or no rate."""
+        """Seconds until a new completion starts, by the rate of endings; 0 if there is room or no rate."""
         num_waiting = self.num_completions - self.limits.max_running
         rate = self._rate(now)
         return num_waiting / rate if num_waiting > 0 and rate > 0 else 0.0
@@ -151,17 +152,17 @@ class Admission:
         return self._num_ended / max(1e-3, now - self._endings[0][0])
 
     def _retry_after_s(self, now: float) -> float:
-        """Until about a tenth of what is open has ended: then there is room for a share of those who were refused."""
+        """Time in which about a tenth of the open requests end, which makes room for some of the refused ones."""
         rate = self._rate(now)
         return min(_MAX_RETRY_S, max(1.0, self.num_completions / 10 / rate)) if rate > 0 else 1.0
 
     def estimated_tokens(self, demand: Demand) -> int:
-        """Tokens of prompt and output together."""
+        """Estimated tokens of prompt and output together."""
         output = min(demand.max_tokens, 2 * self._output_tokens) * demand.num_completions
         return round(demand.num_prompt_tokens + demand.num_images * self._tokens_per_image + output)
 
     def _estimate(self, demand: Demand) -> tuple[int, int]:
-        """KV-cache pages and image tokens."""
+        """Estimated KV-cache pages and image tokens."""
         image_tokens = round(demand.num_images * self._tokens_per_image)
         output = min(demand.max_tokens, 2 * self._output_tokens)
         shared = demand.num_prompt_tokens + image_tokens
@@ -183,7 +184,10 @@ class Admission:
         return admitted
 
     def add_media(self, admitted: AdmittedRequest, num_bytes: int, now: float) -> Refusal | None:
-        """Count media that arrive after the request was admitted. Returns why the request must end, if all together are too large."""
+        """Count media that arrive after the request was admitted.
+
+        Returns a refusal if the media of all requests are too large.
+        """
         if not admitted.is_open or not admitted.is_preprocessing:
             return None
         admitted.num_media_bytes += num_bytes
@@ -198,7 +202,7 @@ class Admission:
         self.num_refused[refusal.bound] += 1
 
     def preprocessed(self, admitted: AdmittedRequest, num_image_tokens: int) -> None:
-        """The prompt of a request is ready: its media are decoded, and its image tokens known."""
+        """Note that the prompt of a request is ready: its media are decoded, its image tokens counted."""
         if not admitted.is_open or not admitted.is_preprocessing:
             return
         self._end_preprocessing(admitted)
@@ -209,7 +213,7 @@ class Admission:
             self._tokens_per_image += _WEIGHT * (per_image - self._tokens_per_image)
 
     def close(self, admitted: AdmittedRequest, now: float, *, num_output_tokens: int | None = None) -> None:
-        """A request has ended; with the number of its output tokens, if it ran to its end."""
+        """Note that a request has ended; `num_output_tokens` is given if it ran to its end."""
         if not admitted.is_open:
             return
         if admitted.is_preprocessing:

@@ -1,4 +1,4 @@
-"""Completions in the shape of an endpoint, whole or as server-sent events."""
+"""Write completions in the shape of an endpoint, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class AnswerWriter(ABC):
     """Writes the answer to one request. A subclass knows the shape of its endpoint."""
 
     scores_prompt = False
-    """Whether the answer has an entry for each token of the prompt: then it is not made on the event loop."""
+    """Whether the answer has an entry for each token of the prompt. Such an answer is made in a thread."""
 
     def __init__(self, record: RequestRecord, generation: Generation) -> None:
         self.record, self.generation = record, generation
 
     async def respond(self, receive: Receive, *, streams: bool) -> Response:
-        """The response; the generation is cancelled when the client leaves."""
+        """Return the response. The generation is cancelled when the client leaves."""
         if streams:
             return EventStream(self.generation, self.chunks())
         async with cancelled_on_disconnect(self.generation, receive):
@@ -41,14 +41,14 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer as JSON."""
 
     @abstractmethod
     def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events; several may be in one chunk."""
+        """Yield the answer as server-sent events; a chunk may have several."""
 
     def error_event(self, error: ApiError) -> bytes:
-        """The event of an error after the stream has begun."""
+        """Return the event of an error that comes after the stream has begun."""
         self.record.error_code = error.code
         return event(orjson.dumps(error.body))
 
@@ -79,15 +79,15 @@ class ChoicesWriter(AnswerWriter):
         }
 
     def first_chunk(self) -> bytes:
-        """What is sent before the first token."""
+        """Return what is sent before the first token."""
         return b""
 
     @abstractmethod
     def events(self, deltas: Sequence[ChoiceDelta], usage: dict[str, int] | None) -> list[bytes]:
-        """The events of new deltas; each has the usage so far, if it is given."""
+        """Return the events of new deltas; each has the usage so far, if that is given."""
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The events of all deltas, the usage if it was requested, and the end."""
+        """Yield the events of all deltas, the usage if it was requested, and the end."""
         num_tokens = 0
         if first := self.first_chunk():
             yield first
@@ -101,7 +101,7 @@ class ChoicesWriter(AnswerWriter):
         yield DONE
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the request, when it has ended."""
+        """Tokens of a request that has ended, as OpenAI's API reports them."""
         record = self.record
         cached = {"prompt_tokens_details": {"cached_tokens": record.num_cached_tokens}}
         return _usage(record.num_prompt_tokens, record.num_output_tokens) | cached

@@ -1,4 +1,4 @@
-"""The HTTP application: every route it serves, and the errors it answers with. What is not listed here is not served."""
+"""The HTTP application: the routes that it serves and the errors that it answers with. Nothing else is served."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from saccade.serve.routes import admin, chat, completions, health, metrics, mode
 from saccade.serve.service import Service
 
 PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
-"""Served without a key."""
+"""Paths that need no key."""
 
 
 def create_app(service: Service, keys: KeyRing | None) -> Gate:
-    """The public application behind its gate."""
+    """Build the public application, wrapped in its gate."""
     app = FastAPI(
         title="Saccade",
         version=__version__,
@@ -64,7 +64,7 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
 
 
 def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
-    """The admin application behind a gate of its own: every path needs an admin key."""
+    """Build the admin application, wrapped in a gate of its own: every path needs an admin key."""
     app = FastAPI(
         title="Saccade admin", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )
@@ -87,7 +87,10 @@ def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
 
 
 def _route(scope: Scope, served: Container[str]) -> str:
-    """The entry of the route table that a request is for, whether it got there or not; never a path that a client made up."""
+    """Return the entry of the route table that a request is for, or "none".
+
+    Metrics never see a path that a client made up.
+    """
     if "route" in scope:
         return str(scope["route"].path)
     return scope["path"] if scope["path"] in served else "none"

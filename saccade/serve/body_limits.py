@@ -1,4 +1,4 @@
-"""What the body of a request may hold. A body whose text cannot fit into the context is refused while it arrives, before it is parsed."""
+"""Limits on the body of a request. A body whose text cannot fit into the context is refused while it arrives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from saccade.serve.errors import CLOSE, ApiError
 
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Longer tokens are runs of white space."""
+"""Characters that a token has at most; longer ones are runs of white space."""
 _BYTES_PER_CHARACTER = 6
-"""JSON escapes a character as `\\u20ac`; one outside the basic plane takes twice as much, and at least a token."""
+"""Bytes of an escaped character, such as `\\u20ac`. One outside the basic plane takes twice as many, but is a token of
+its own."""
 _OTHER_BYTES = 2**20
-"""Allowance for what is no part of a prompt: a schema, settings, labels."""
+"""Allowance for what is no part of a prompt, such as a schema, settings and labels."""
 _URL_BEGINS = b'"data:'
 
 
@@ -27,7 +28,7 @@ class BodyLimits:
     """Maximum prompts of the request."""
 
     def check_text(self, num_bytes: int) -> None:
-        """Refuse a body with so many bytes outside of data URLs if no prompts of so many bytes fit."""
+        """Refuse a body with `num_bytes` outside of data URLs if no prompt of that size fits."""
         if self.max_length is None:
             return
         max_characters = self.max_prompts * self.max_length * MAX_CHARACTERS_PER_TOKEN
@@ -36,23 +37,23 @@ class BodyLimits:
 
 
 def too_long(max_length: int, what: str) -> ApiError:
-    """The answer to a request whose text cannot fit. The rest of its body is not read."""
+    """Return the error of a request whose text cannot fit. The rest of its body is not read."""
     message = f"This model's maximum context length is {max_length} tokens; {what}. Shorten it"
     return ApiError(400, message, code="context_length_exceeded", headers=CLOSE)
 
 
 class TextCounter:
-    """Counts the bytes of a body that are not in data URLs, by which images and videos are sent. 1 ms for 2 MB of text."""
+    """Counts the bytes of a body that are not in data URLs, which hold images and videos."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes outside of data URLs so far."""
         self._is_in_url = False
         self._end = b""
-        """The last bytes of the part before, with which a data URL may begin."""
+        """Last bytes of the previous part, with which a data URL may begin."""
 
     def add(self, part: bytes) -> int:
-        """Count the next part of the body; returns the bytes outside of data URLs so far."""
+        """Count the next part of the body; return the bytes outside of data URLs so far."""
         data, at = self._end + part, 0
         self.num_bytes += len(part)
         while (found := data.find(b'"' if self._is_in_url else _URL_BEGINS, at)) >= 0:

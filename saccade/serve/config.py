@@ -9,8 +9,8 @@ from saccade.errors import ConfigError
 from saccade.serve.cors import check_origins
 
 _COUNTS = (
-    "max_body_bytes", "max_open_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
-    "max_queued_requests", "max_unsent_tokens", "max_media_bytes",
+    "max_body_bytes", "max_open_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages",
+    "max_completions", "max_queued_requests", "max_unsent_tokens", "max_media_bytes",
 )  # fmt: skip
 _LOCAL_HOSTS = frozenset(("127.0.0.1", "::1", "localhost"))
 _SECONDS = (
@@ -36,18 +36,18 @@ class ServeConfig:
     admin_port: int | None = None
     """Loopback port of the admin routes. None: no admin routes. They need a key of scope `admin`."""
     allowed_hosts: tuple[str, ...] = ()
-    """Accepted Host headers, without port. Empty: not checked, but a loopback server without keys accepts its own names only, so
-    that no web page can reach it under a name of its own (DNS rebinding)."""
+    """Accepted Host headers, without port. Empty: not checked, but a loopback server without keys accepts the names of
+    loopback only, so that no web page reaches it under another name (DNS rebinding)."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the API from a browser, such as https://app.example; *: any, with API keys. Empty: none but
-    the server's own page."""
+    """Web origins whose pages may call the API from a browser, such as https://app.example; *: any, with API keys.
+    Empty: only the server's own page may."""
     tool_call_format: str | None = None
     """How the model calls tools: hermes, or none if it does not. None: hermes if the chat template writes calls so."""
     max_body_bytes: int = 64 * 2**20
     """Maximum size of a request body; an image takes 4/3 of its file size."""
     max_open_body_bytes: int = 2 * 2**30
-    """Bytes of all bodies that are being received or served together; a large body that exceeds it is answered 503. One that has no more
-    than its share of this, by `max_connections`, is never refused for it."""
+    """Bytes of the bodies of all requests in progress. A body that exceeds this is answered 503, unless it has no more
+    bytes than its share, `max_open_body_bytes / max_connections`."""
     max_header_bytes: int = 32 * 2**10
     """Maximum size of a request line with its headers."""
     max_connections: int = 4096
@@ -61,8 +61,8 @@ class ServeConfig:
     write_timeout_s: float = 30.0
     """A client that reads nothing for this time is disconnected."""
     allow_remote_media: tuple[str, ...] = ()
-    """Hosts from which images and videos are fetched if a request names their URL: a name (public addresses, ports 80 and 443), or
-    name:port for a host that may be private. Empty: nothing is fetched."""
+    """Hosts from which images and videos are fetched if a request names their URL: a name (public addresses, ports 80
+    and 443), or name:port for a host that may be private. Empty: nothing is fetched."""
     remote_media_timeout_s: float = 10.0
     """Time to fetch one image or video, from the DNS lookup to the last byte."""
     max_json_depth: int = 128
@@ -72,9 +72,10 @@ class ServeConfig:
     max_completions: int = 16
     """Maximum `n` of a request."""
     max_queued_requests: int = 256
-    """Requests that may wait beside those the engine runs; further ones are answered 429."""
+    """Requests that may wait for the engine; further ones are answered 429."""
     max_open_kv_caches: float = 4.0
-    """KV caches and encoder caches that all admitted requests together may fill, as estimated; most of them wait."""
+    """Number of KV caches and encoder caches that all admitted requests together may fill, as estimated; most of them
+    wait."""
     max_media_bytes: int = 2**30
     """Bytes of images and videos that may be in preprocessing."""
     max_unsent_tokens: int = 4096
@@ -90,8 +91,8 @@ class ServeConfig:
     restart_backoff_s: float = 1.0
     """Delay before the first restart of the core; it doubles with each that follows."""
     otlp_endpoint: str | None = None
-    """URL of an OpenTelemetry collector that gets a span per request, such as http://collector:4318/v1/traces. None: no tracing.
-    Needs the extra `otel`."""
+    """URL of an OpenTelemetry collector that gets a span per request, such as http://collector:4318/v1/traces. None: no
+    tracing. Needs the extra `otel`."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -110,16 +111,17 @@ class ServeConfig:
             raise ConfigError(f"max_restarts is {self.max_restarts!r}; use a whole number from 0")
         if not self.is_loopback and self.api_keys is None and not self.no_auth:
             raise ConfigError(
-                f"host {self.host} is reachable from other machines, and no API keys are set: anyone could use the server. "
-                "Make a key with saccade keys create KEYS.json --name NAME and pass --api-keys KEYS.json, or pass --no-auth"
+                f"host {self.host} is reachable from other machines, and no API keys are set: anyone could use the "
+                "server. Make a key with saccade keys create KEYS.json --name NAME and pass --api-keys KEYS.json, or "
+                "pass --no-auth"
             )
         if self.tool_call_format not in (None, "hermes", "none"):
             raise ConfigError(f"tool_call_format is {self.tool_call_format!r}; use hermes or none")
         check_origins(self.cors_origins)
         if "*" in self.cors_origins and self.api_keys is None and not self.no_auth:
             raise ConfigError(
-                "cors_origins has *, and no API keys are set: every web page could use the server. Name the origins, or pass --api-keys "
-                "KEYS.json (saccade keys create), or --no-auth"
+                "cors_origins has *, and no API keys are set: every web page could use the server. Name the origins, "
+                "or pass --api-keys KEYS.json (saccade keys create), or --no-auth"
             )
         if self.admin_port is not None and self.api_keys is None:
             raise ConfigError("admin_port needs api_keys with a key of scope admin: saccade keys create --admin")
@@ -133,7 +135,7 @@ class ServeConfig:
 
     @property
     def body_share(self) -> int:
-        """Bytes of a body that is never refused for those of others."""
+        """Bytes of a body that is never refused because of the bodies of others."""
         return self.max_open_body_bytes // self.max_connections
 
     @property

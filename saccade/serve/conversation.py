@@ -1,4 +1,7 @@
-"""Messages of a request to a conversation of the engine. Images and videos are data URLs, or URLs that the operator allows to fetch."""
+"""Turn the messages of a request into a conversation of the engine.
+
+Images and videos are data URLs, or remote URLs that the operator allows to fetch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ Conversation = list[dict[str, Any]]
 
 
 def conversation_of(messages: Sequence[Message], names: Container[str], *, allows_remote: bool = False) -> Conversation:
-    """The conversation as the engine takes it; remote URLs are still to be fetched. `names`: what the chat template reads."""
+    """Return the conversation for the engine; remote URLs are fetched later.
+
+    `names`: the names that the chat template reads.
+    """
     conversation = []
     for number, message in enumerate(messages):
         converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
@@ -49,7 +55,7 @@ def conversation_of(messages: Sequence[Message], names: Container[str], *, allow
 
 
 def extra_fields(earlier: Earlier, names: Container[str]) -> dict[str, Any]:
-    """Fields that are not ours, as far as the chat template reads them."""
+    """Fields beyond those of the API that the chat template reads."""
     extra = earlier.model_extra or {}
     return {name: value for name, value in extra.items() if name in names and value is not None}
 
@@ -79,13 +85,17 @@ def _part(part: ContentPart, where: str, allows_remote: bool) -> dict[str, Any]:
 
 
 def check_media_url(url: str, where: str, allows_remote: bool = False) -> str:
-    """A data URL, or a remote URL if those are fetched; any other is refused: the server opens no files for clients."""
+    """Accept a data URL, and a remote URL if those are fetched.
+
+    Any other is refused: the server opens no files for clients.
+    """
     if url[:5].lower() == "data:" or (allows_remote and is_remote(url)):
         return url
     if is_remote(url):
         raise ApiError(
             400,
-            f"{where} is a remote URL, which this server does not fetch. Send the file as a data URL: data:image/png;base64,...",
+            f"{where} is a remote URL, which this server does not fetch. Send the file as a data URL: "
+            "data:image/png;base64,...",
             code="remote_url_not_allowed",
             param=where,
         )
@@ -101,7 +111,10 @@ def prompt_input(
     tools: Sequence[Mapping[str, Any]] | None = None,
     remote_media: RemoteMedia | None = None,
 ) -> PromptInput:
-    """The prompt of a conversation, with what admission needs to know of it. `remote_media` fetches what it names by URL."""
+    """Return the prompt of a conversation, with the sizes that admission needs.
+
+    `remote_media` fetches files named by URL.
+    """
     num_characters = count_characters(tools)
     urls: list[list[str]] = []
     """URLs of each image and video."""
@@ -127,7 +140,7 @@ def prompt_input(
 
 
 def count_characters(value: Any) -> int:
-    """Characters of all texts and keys of a JSON value, with one for any other value."""
+    """Count the characters of all texts and keys of a JSON value, and one for any other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Pages of other web origins that may call the API from a browser: none unless configured, and never with cookies."""
+"""Let pages of other web origins call the API from a browser: none unless configured, and never with cookies."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _USUAL_HEADERS = b"authorization, content-type"
 
 
 def check_origins(origins: Sequence[object]) -> None:
-    """Refuse what no browser sends as an origin: it would never match."""
+    """Refuse an origin that no browser sends, since it would never match."""
     for origin in origins:
         found = _ORIGIN.fullmatch(origin) if isinstance(origin, str) else None
         if origin != "*" and (
             found is None or int(found[3] or 0) >= 2**16 or found[3] == _DEFAULT_PORTS.get(found[1], "")
         ):
             raise ConfigError(
-                f"cors_origins has {origin!r}, which no browser sends; use https://HOST or https://HOST:PORT as browsers do (lower case, no "
-                "path, no default port), or *"
+                f"cors_origins has {origin!r}, which no browser sends; use https://HOST or https://HOST:PORT as "
+                "browsers do (lower case, no path, no default port), or *"
             )
 
 
 def cors_headers(origins: Sequence[str], headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Headers that let the page of an allowed origin read the response."""
+    """Return the headers that let the page of an allowed origin read the response."""
     origin = headers.get(b"origin")
     if origin is None or not ("*" in origins or origin.decode("latin-1") in origins):
         return []
@@ -43,9 +43,9 @@ def cors_headers(origins: Sequence[str], headers: Mapping[bytes, bytes]) -> list
 def preflight_headers(
     origins: Sequence[str], method: str, headers: Mapping[bytes, bytes]
 ) -> list[tuple[bytes, bytes]] | None:
-    """The answer to a browser that asks before it calls; None: this is no such question, or of an origin that may not.
+    """Return the headers that answer a preflight request, or None if this is none, or its origin is not allowed.
 
-    A page may send any header: the API reads only those it knows, and clients send some of their own (x-stainless-...).
+    A page may send any header: the API reads only those it knows, and client libraries add some (x-stainless-...).
     """
     allowed = cors_headers(origins, headers)
     if method != "OPTIONS" or b"access-control-request-method" not in headers or not allowed:
@@ -60,7 +60,7 @@ def preflight_headers(
 
 
 def _allowed_headers(asked: bytes) -> bytes:
-    """The names that were asked for, if they are names of headers."""
+    """The requested names, if they are names of headers."""
     if len(asked) > _MAX_HEADER_NAMES_LENGTH or not _HEADER_NAMES.fullmatch(asked):
         return _USUAL_HEADERS
     return b", ".join(name.strip(b"\t ") for name in asked.split(b","))

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, a typed code, and text of our own; never an exception of a library.
+"""Errors as clients see them: in OpenAI's shape, with a typed code and a message of ours, never that of a library.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "messages[0].content", "code": "invalid_value"}}
 """
@@ -67,17 +67,17 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Body of the response, as JSON."""
         fields = {"message": self.detail, "type": _TYPES.get(self.status_code, "invalid_request_error")}
         return {"error": {**fields, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The HTTP response."""
+        """Return the HTTP response."""
         return Response(orjson.dumps(self.body), self.status_code, dict(self.headers or {}), "application/json")
 
 
 def error_of_failure(failure: Failure) -> ApiError:
-    """The error of a request that failed in the engine."""
+    """Return the error of a request that failed in the engine."""
     status = _STATUS_OF_FAILURE[failure.kind]
     message = failure.message
     if failure.kind == "engine_stopped":
@@ -86,7 +86,7 @@ def error_of_failure(failure: Failure) -> ApiError:
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that can never be served as it is."""
+    """Return the error of a request that can never be served as it is."""
     return ApiError(400, message, code=code, param=param)
 
 
@@ -103,7 +103,7 @@ _TYPE_WORDS = {
     "model_attributes_type": "an object",
     "literal_error": "{expected}",
 }
-"""What a value must be; of a union there may be several."""
+"""What a value must be; a union has several of these."""
 
 _WORDS = {
     "missing": ("is required", "missing_required_parameter"),
@@ -129,7 +129,7 @@ _WORDS = {
 def validation_error(
     errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str] | None = None
 ) -> ApiError:
-    """One error for what pydantic found. A union has errors of each of its types: that of the type which fits best is chosen.
+    """Return one error for what pydantic found; of the errors of a union's types, the one that fits best.
 
     `unsupported` has reasons for known fields that this server does not support.
     """
@@ -152,7 +152,7 @@ def validation_error(
 
 
 def _fit(path: Sequence[str | int], error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:
-    """How well a value fits the type that an error is of: it is of this type, or it is so deep inside, or so late in a list."""
+    """How well a value fits the type of an error: by that type, the depth of the error, its place in lists."""
     return error["type"] not in _TYPE_WORDS, len(path), [part if isinstance(part, int) else 0 for part in path]
 
 
@@ -161,7 +161,7 @@ def _fill(words: str, error: Mapping[str, Any]) -> str:
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """`a string, an integer or a list`, each once."""
+    """Join words without repetition: `a string, an integer or a list`."""
     *first, last = dict.fromkeys(words)
     if not first:
         return last
@@ -173,8 +173,10 @@ _UNKNOWN = object()
 
 
 def _path(error: Mapping[str, Any], body: object) -> list[str | int]:
-    """Where in the body an error is. pydantic's location has the names of the types of unions too; the value that it found wrong
-    tells them from fields of the same name."""
+    """Return where in the body an error is.
+
+    pydantic's location contains the names of union types as well; the value that it found wrong tells them from fields.
+    """
     parts = list(error["loc"][1:])
     if error["type"] == "missing":
         return [*(_walk(parts[:-1], body, error.get("input", _UNKNOWN)) or ()), *parts[-1:]]
@@ -182,7 +184,7 @@ def _path(error: Mapping[str, Any], body: object) -> list[str | int]:
 
 
 def _walk(parts: Sequence[Any], node: object, value: object) -> list[str | int] | None:
-    """The fields among the parts of a location that lead to the value; None: no choice of them does."""
+    """Return those parts of a location that lead to the value, or None if no choice of them does."""
     if not parts:
         return [] if node is value or value is _UNKNOWN else None
     part, *rest = parts
@@ -198,7 +200,7 @@ def _has(node: object, part: object) -> TypeGuard[Any]:
 
 
 def _spell(path: Sequence[str | int]) -> str:
-    """`messages[0].content` of its parts; a field name of the client is cut to a sane length."""
+    """Write the parts of a location as `messages[0].content`; a field name of the client is cut to a bounded length."""
     spelled = ""
     for part in path:
         spelled += f"[{part}]" if isinstance(part, int) else f".{part[:100]}"

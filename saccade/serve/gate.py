@@ -1,7 +1,7 @@
-"""What every request passes before its route: host, key, rate limit, size and time of its body; and after it: headers, the log line.
+"""Checks before every route (host, key, rate limit, size and time of the body), and headers and the log line after it.
 
-Plain ASGI, because it runs for every request. Every path needs a key unless it is listed as public; paths that are not served at all
-are the router's 404.
+This is plain ASGI, because it runs for every request. Every path needs a key unless it is listed as public; a path that
+is not served is the router's 404.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-"""Sent with every response that does not set them itself."""
+"""Headers of every response that does not set them itself."""
 
 
 class Gate:
-    """Checks requests and hands them on to the application."""
+    """Checks requests and passes them to the application."""
 
     def __init__(
         self,
@@ -55,25 +55,28 @@ class Gate:
         on_response: Callable[[str, Scope, int], None],
         rates: RateLimiter,
     ) -> None:
-        """`is_public`: whether a path needs no key. `is_recorded`: whether a path is for the engine and has a log line and metrics;
-        `check_room` raises before the body of such a request is read if it could not be served. `on_response` is called with the
-        method and the scope of every request, and the status of its response, 0 if the client left before it."""
+        """`is_public`: whether a path needs no key. `is_recorded`: whether it is for the engine and logged.
+
+        `check_room` raises before the body of a recorded request is read if no request can be served. `on_response` is
+        called with the method and the scope of every request and the status of its response, 0 if the client left
+        before it.
+        """
         self._app, self._config, self._keys, self._scope = app, config, keys, scope
         self._is_public, self._is_recorded, self._check_room = is_public, is_recorded, check_room
         self._observers, self._on_response, self._rates = observers, on_response, rates
         self.num_open = 0
         """Recorded requests in progress."""
         self._num_body_bytes = 0
-        """Bytes that the bodies of all requests in progress have so far."""
+        """Bytes received so far of the bodies of all requests in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; anything but HTTP is for the application (its lifespan) or refused."""
+        """Serve one request. A lifespan scope is passed on, any other than HTTP is ignored."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
         headers, method = dict(scope["headers"]), scope["method"]
-        if method == "HEAD":  # answered as GET; the HTTP protocol sends no body, by its own scope
+        if method == "HEAD":  # it is answered as GET, and uvicorn sends no body
             scope = {**scope, "method": "GET"}
         record = RequestRecord(id=f"req-{uuid.uuid4().hex}", route=scope["path"])
         response = _Response(send, record, cors_headers(self._config.cors_origins, headers))
@@ -155,7 +158,7 @@ class Gate:
 
     @contextlib.contextmanager
     def _body(self, receive: Receive) -> Iterator[Receive]:
-        """The body of one request. It may have so many bytes, those of all requests together too, and take so long to arrive."""
+        """Bound the body of one request: its bytes, those of all requests together, and the time it takes to arrive."""
         config, deadline = self._config, time.monotonic() + self._config.body_timeout_s
         num_bytes, is_complete = 0, False
 
@@ -196,7 +199,7 @@ class Gate:
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 
@@ -206,7 +209,7 @@ def _internal_error() -> ApiError:
 
 
 class _Response:
-    """The response as it is sent: adds headers, remembers the status."""
+    """Sends a response with the headers of the server, and records its status."""
 
     def __init__(self, send: Send, record: RequestRecord, more_headers: list[tuple[bytes, bytes]]) -> None:
         self._send, self._record, self._more_headers = send, record, more_headers
@@ -226,7 +229,7 @@ class _Response:
 
 
 async def _send_error(response: _Response, scope: Scope, error: ApiError) -> None:
-    """Send the error, unless the response has begun: then the connection is closed by the caller's return."""
+    """Send the error. If the response has begun, raise it instead, which closes the connection."""
     if response.has_started:
         raise error
 

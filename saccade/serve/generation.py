@@ -2,8 +2,8 @@
 
     submit -> engine threads call back -> DeltaHub -> event loop -> deltas() of the request
 
-The hub wakes the event loop once per batch of deltas, however many requests they belong to. Deltas that arrive while the event loop is
-busy are taken together, so a slow loop sends fewer and larger chunks instead of falling behind.
+The hub wakes the event loop once per batch of deltas, however many requests they belong to. Deltas that arrive while
+the event loop is busy are sent together: a slow loop sends fewer and larger chunks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from saccade.serve.sampling import name_as_sent
 
 _Result = TypeVar("_Result")
 _ENDINGS = ("stop", "length", "cancelled", "failed")
-"""From good to bad."""
+"""Finish reasons, from good to bad."""
 
 
 class ChoiceDelta(NamedTuple):
     """New output of one completion."""
 
     number: int
-    """Of the completion."""
+    """Index of the completion."""
     delta: CompletionDelta
 
 
@@ -50,7 +50,10 @@ class DeltaHub:
         self._is_scheduled = False
 
     def notify(self, generation: Generation) -> None:
-        """Wake a request. Called from the engine's thread; raises when the event loop has ended, which cancels the request."""
+        """Wake a request.
+
+        Called from the engine's thread; raises when the event loop has ended, which cancels the request.
+        """
         self._ready.append(generation)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -63,7 +66,10 @@ class DeltaHub:
 
 
 class Generation:
-    """The completions of one request: of each prompt, one per sampling. Used in the event loop, except for the engine's callback."""
+    """The completions of one request: each prompt has one per sampling.
+
+    Only the engine's callback runs outside the event loop.
+    """
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class Generation:
         self._num_per_prompt = 1
         self._prompts: Sequence[Future[TokenPrompt]] = ()
         self.completions: list[Completion | None] = []
-        """In order of prompts, then samplings; None while in progress."""
+        """Completions ordered by prompt, then sampling; None while in progress."""
 
     def start(
         self,
@@ -123,7 +129,7 @@ class Generation:
             raise
 
     def _on_delta(self, number: int, delta: CompletionDelta) -> None:
-        """Runs in the engine's thread."""
+        """Take a delta from the engine's thread."""
         if delta.completion is not None:
             if (failure := delta.completion.failure) is not None:
                 named = replace(failure, message=name_as_sent(failure.message, self._structured_field))
@@ -138,14 +144,14 @@ class Generation:
         self._hub.notify(self)
 
     def wake(self) -> None:
-        """New deltas have arrived."""
+        """Handle new deltas."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self._num_open == 0:
             self._end()
 
     def cancel(self) -> None:
-        """End all completions; each still has its last delta. From any thread."""
+        """End all completions; each still has its last delta. Any thread may call this."""
         for request_id in self._ids:
             self._engine.cancel(request_id)
 
@@ -163,7 +169,7 @@ class Generation:
     # -------------------------------------------------------------- output
 
     async def _wait(self) -> None:
-        """Until there are deltas."""
+        """Wait until there are deltas."""
         while not self._buffer:
             self._waiter = asyncio.get_running_loop().create_future()
             if not self._buffer:  # the engine's thread may have added one meanwhile
@@ -171,13 +177,13 @@ class Generation:
             self._waiter = None
 
     async def started(self) -> ApiError | None:
-        """Wait for the first output; the error, if the request failed before it had any."""
+        """Wait for the first output; return the error if the request failed before it had any."""
         await self._wait()
         _, delta = self._buffer[0]
         return None if delta.completion is None or delta.completion.token_ids else error_of(delta.completion)
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """All new deltas at once, until every completion has ended."""
+        """Yield all new deltas at once, until every completion has ended."""
         while self._num_untaken:
             await self._wait()
             yield self._take()
@@ -198,7 +204,7 @@ class Generation:
         return deltas
 
     async def wait(self) -> list[Completion]:
-        """All completions, when they have ended; raises the error of one that failed."""
+        """Wait for all completions; raise the error of one that failed."""
         async for _ in self.deltas():
             pass
         completions = [one for one in self.completions if one is not None]
@@ -232,7 +238,7 @@ class Generation:
 
 
 def error_of(completion: Completion) -> ApiError | None:
-    """The error of a completion that was not finished."""
+    """Return the error of a completion that was not finished, or None."""
     if completion.failure is not None:
         return error_of_failure(completion.failure)
     if completion.finish_reason == "cancelled":
@@ -241,7 +247,7 @@ def error_of(completion: Completion) -> ApiError | None:
 
 
 async def unless_disconnected(work: asyncio.Future[_Result], receive: Receive) -> _Result:
-    """The result of some work, which is cancelled as soon as the client is gone."""
+    """Return the result of some work, which is cancelled as soon as the client leaves."""
     leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +266,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @contextlib.asynccontextmanager
 async def cancelled_on_disconnect(generation: Generation, receive: Receive) -> AsyncIterator[None]:
-    """Cancel the generation as soon as the client is gone, or when the block is left early."""
+    """Cancel the generation as soon as the client leaves, or when the block is left early."""
 
     async def watch() -> None:
         await _wait_for_disconnect(receive)

@@ -1,6 +1,6 @@
-"""Limits of one connection, below HTTP requests: size and time of headers, time of a stalled write, number of connections.
+"""Limits of connections: their number, the size and time of headers, the time of a stalled write.
 
-uvicorn bounds none of them for its fast parser. Works with both of its parsers.
+uvicorn bounds none of these with its fast parser. The limits work with both of its parsers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ else:
 
 
 def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with the limits of a server. `max_connections` is what the system allows of the configured number."""
+    """Return uvicorn's HTTP protocol with the limits of a server. `max_connections`: what the system allows."""
 
     class Guarded(_Base):
         transport: asyncio.Transport
@@ -66,7 +66,7 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
                 return
             is_between = (
                 self.cycle is None or not self.cycle.more_body
-            )  # the next request, also while this one is answered
+            )  # bytes of the next request, which may arrive while this one is answered
             if is_between and self._header_timer is None:
                 loop = asyncio.get_running_loop()
                 self._header_timer = loop.call_later(config.header_timeout_s, self._refuse, _TOO_SLOW)
@@ -100,7 +100,10 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
             self._refuse(_BAD_REQUEST)
 
         def _refuse(self, response: bytes) -> None:
-            """Refuse what the client sends. A request that has arrived whole before it is answered; then the connection is closed."""
+            """Refuse what the client sends.
+
+            A request that arrived whole before it is still answered; then the connection closes.
+            """
             if self.transport.is_closing():
                 return
             cycle = self.cycle
@@ -113,7 +116,7 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
             self._close()
 
         def _close(self) -> None:
-            """Close after the last bytes, or without them if the client does not read."""
+            """Close after the last bytes are sent, or without sending them if the client does not read."""
             if not self.transport.is_closing():
                 self.transport.close()
                 asyncio.get_running_loop().call_later(_CLOSE_S, self.transport.abort)

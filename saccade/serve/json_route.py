@@ -19,19 +19,19 @@ from saccade.serve.body_limits import BodyLimits, TextCounter
 from saccade.serve.errors import ApiError, bad_request
 
 _MAX_VALUES = 2**19
-"""Values of a body; each may take 100 times its size in memory."""
+"""Maximum values of a body; each may take 100 times its size in memory."""
 _MARKS = b",[{"
-"""Each stands before a value."""
+"""Characters that precede a value."""
 _STEP = 2**20
 """Bytes that are counted at once."""
 _LARGE_BYTES = 2**14
-"""Larger bodies may take milliseconds to parse, check and hand on."""
+"""Larger bodies may take milliseconds to parse and check."""
 _MAX_FIELDS = 10_000
-"""Fields of one object: an error is made for each that is unknown."""
+"""Maximum fields of one object: validation makes an error for each that is unknown."""
 
 
 def with_body_limits(app: ASGIApp, limits_of: Callable[[str], BodyLimits]) -> ASGIApp:
-    """Tell the JSON routes of an application what the body of a request for a path may hold."""
+    """Pass the limits of bodies to the JSON routes of an application."""
     large_bodies = asyncio.Lock()
 
     async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +46,7 @@ class JsonRoute(APIRoute):
     """A route whose body is parsed by `parse_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with our request class."""
+        """Return the handler with our request class."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -57,7 +57,7 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def body(self) -> bytes:
-        """The body, if it says that it is JSON and its text may fit."""
+        """Read the body. It must be JSON by its content type, and its text must fit into the context."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if self.method == "POST" and kind != "application/json":
             raise ApiError(415, "send the body as content-type application/json", code="unsupported_media_type")
@@ -76,16 +76,16 @@ class _JsonRequest(Request):
         return limits
 
     async def json(self) -> Any:
-        """The parsed body."""
+        """Parse the body."""
         body = await self.body()
         if len(body) > _LARGE_BYTES:
             async with self.scope["state"]["large_bodies"]:
-                await asyncio.sleep(0)  # between any two, the event loop serves other requests
+                await asyncio.sleep(0)  # the event loop serves other requests between any two
         return await parse_json(body, max_depth=self._limits.max_depth)
 
 
 async def parse_json(body: bytes, *, max_depth: int) -> Any:
-    """Parse JSON. Refused: NaN and infinities, invalid UTF-8, lone surrogates, deep nesting, more values than any request has."""
+    """Parse JSON. NaN, infinities, invalid UTF-8, lone surrogates, deep nesting and very many values are refused."""
     await check_num_values(body)
     try:
         value = orjson.loads(body)
@@ -100,13 +100,16 @@ async def parse_json(body: bytes, *, max_depth: int) -> Any:
 
 
 async def check_num_values(body: bytes) -> None:
-    """Refuse a body of very many values. Most bodies have few of the characters that separate values; others are counted in a thread."""
+    """Refuse a body of very many values. If it has many separators, values are counted in a thread."""
     if _has_many_marks(body) and await asyncio.to_thread(count_values, body) > _MAX_VALUES:
         raise bad_request(f"the body has more than {_MAX_VALUES} values", code="invalid_json")
 
 
 def _has_many_marks(body: bytes) -> bool:
-    """Whether there are more marks than values are allowed, in texts or between values: 16 ms for 64 MB; `bytes.count` takes 60."""
+    """Whether there are more marks, in texts or between values, than values are allowed.
+
+    `bytes.count` would take four times as long.
+    """
     num_marks, characters = 0, np.frombuffer(body, np.uint8)
     for start in range(0, len(body), _STEP) if len(body) > _MAX_VALUES else ():
         part = characters[start : start + _STEP]
@@ -117,7 +120,7 @@ def _has_many_marks(body: bytes) -> bool:
 
 
 def count_values(body: bytes, step: int = _STEP) -> int:
-    """Marks outside strings, up to the end of the part of `step` bytes that has more than are allowed; a second for 64 MB of escapes."""
+    """Count the marks outside of strings, `step` bytes at a time, until there are more than allowed."""
     num_values, in_string, is_escaped = 0, False, False
     characters = np.frombuffer(body, np.uint8)
     for start in range(0, len(body), step):
@@ -126,7 +129,7 @@ def count_values(body: bytes, step: int = _STEP) -> int:
         escaped = _escaped(part, is_escaped)
         is_escaped = len(escaped) > 0 and int(escaped[-1]) == len(part)
         is_quote[escaped[: len(escaped) - is_escaped]] = False
-        is_inside = (np.cumsum(is_quote, dtype=np.uint8) + in_string) & 1  # a sum that overflows stays odd or even
+        is_inside = (np.cumsum(is_quote, dtype=np.uint8) + in_string) & 1  # parity survives an overflow
         is_mark = functools.reduce(np.logical_or, [part == mark for mark in _MARKS])
         num_values += int(np.count_nonzero(is_mark & (is_inside == 0)))
         if num_values > _MAX_VALUES:
@@ -136,7 +139,10 @@ def count_values(body: bytes, step: int = _STEP) -> int:
 
 
 def _escaped(part: NDArray[np.uint8], is_first_escaped: bool) -> NDArray[np.int64]:
-    """Offsets of the characters after a backslash that is not escaped itself: every second one of a run. The last may be in the next part."""
+    """Return the offsets of escaped characters, each after every second backslash of a run.
+
+    The last may be in the next part.
+    """
     backslashes = np.flatnonzero(part == ord("\\"))
     if is_first_escaped:
         first = np.zeros(1, np.int64)

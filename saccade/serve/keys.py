@@ -2,8 +2,8 @@
 
     {"keys": [{"name": "alice", "sha256": "...", "scope": "api", "tenant": "alice", "requests_per_minute": 60}]}
 
-The file has no secrets, but who can write it can add keys: it is created readable by its owner alone. The server reads it again when it
-changes, so a key that is revoked stops working within a second or two.
+The file has no secrets, but whoever can write it can add keys, so only its owner may read or write it. The server reads
+it again when it changes: a revoked key stops working within two seconds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ApiKey:
     """One entry of the key file."""
 
     name: str
-    """Shown in logs and metrics."""
+    """Name in logs and metrics."""
     sha256: str
-    """Of the key, in hexadecimal."""
+    """SHA-256 of the key, in hexadecimal."""
     scope: Scope = "api"
-    """`api`: the public port; `admin`: the admin port."""
+    """Port that accepts the key: `api`, the public one, or `admin`."""
     tenant: str | None = None
     """Keys of one tenant share caches. None: the key's name."""
     requests_per_minute: int | None = None
@@ -61,18 +61,18 @@ class ApiKey:
 
     @property
     def salt(self) -> bytes:
-        """Caches are shared only among requests of equal salt."""
+        """Salt of the tenant: caches are shared only among requests of equal salt."""
         return hashlib.sha256(b"saccade tenant\0" + (self.tenant or self.name).encode()).digest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyFile:
     keys: tuple[ApiKey, ...] = ()
-    """All keys."""
+    """Keys of the file."""
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file."""
+    """Read the keys of a file."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -87,7 +87,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def create_key(path: Path, **fields: Any) -> str:
-    """Add a key to the file, which is created if missing; returns the key, which is stored nowhere."""
+    """Add a key to the file, which is created if missing; return the key, which is stored nowhere."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     keys = read_keys(path) if path.exists() else ()
     key = ApiKey(sha256=_hash(secret), **fields)
@@ -129,7 +129,7 @@ class KeyRing:
         self._next_check = 0.0
 
     def find(self, secret: str, scope: Scope) -> ApiKey | None:
-        """The key with this secret. Every key is compared in constant time."""
+        """Return the key with this secret, or None. Every key is compared in constant time."""
         self._reload_if_changed()
         digest = _hash(secret)
         found = None

@@ -9,11 +9,11 @@ from saccade.engine.request import TokenLogprobs
 from saccade.processor import Processor
 
 _MIN_LOGPROB = -9999.0
-"""OpenAI's value for a token that cannot come; JSON has no infinity."""
+"""OpenAI's value for a token of probability 0; JSON has no infinity."""
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], processor: Processor) -> dict[str, Any]:
-    """Of a chat completion or one of its chunks."""
+    """Log-probabilities of a chat completion or one of its chunks."""
     content = [
         _token(one.token_id, one.logprob, processor)
         | {"top_logprobs": [_token(token_id, logprob, processor) for token_id, logprob in one.top]}
@@ -32,7 +32,7 @@ def _token(token_id: int, logprob: float, processor: Processor) -> dict[str, Any
 
 
 def token_text(token_id: int, processor: Processor) -> str:
-    """Text of a token; of one that is part of a character, its bytes, as OpenAI writes them."""
+    """Text of a token. If it is part of a character, its bytes as OpenAI writes them."""
     data = processor.tokenizer.token_bytes(token_id)
     if data is None:
         return processor.tokenizer.decode([token_id], skip_special=False)
@@ -43,7 +43,7 @@ def token_text(token_id: int, processor: Processor) -> str:
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], processor: Processor) -> list[dict[str, Any] | None]:
-    """Of a prompt, as vLLM reports them: by token id, the prompt's own token first."""
+    """Log-probabilities of a prompt, as vLLM reports them: by token id, the prompt's own token first."""
 
     def entry(one: TokenLogprobs) -> dict[str, Any]:
         return {
@@ -64,7 +64,7 @@ def echoed_logprobs(
     logprobs: Sequence[TokenLogprobs],
     processor: Processor,
 ) -> dict[str, Any]:
-    """Of a prompt and its completion, in one list. The first token has none."""
+    """Log-probabilities of a prompt and its completion, in one list. The first token has none."""
     first = token_text(token_ids[0], processor)
     rest = completion_logprobs(
         [one for one in (*prompt, *logprobs) if one is not None], processor=processor, offset=len(first)

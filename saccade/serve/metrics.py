@@ -3,8 +3,8 @@
     RequestRecord of an ended request -> ServerMetrics.observe -> histograms and counters \\
     engine, preprocessing workers, processes ---------- read at each scrape ---------------> render -> /metrics
 
-Names with the prefix `vllm:` mean what they mean in vLLM; what vLLM does not have has the prefix `saccade:`. The registry is the
-server's own, so that several servers can live in one process.
+Names with the prefix `vllm:` mean what they mean in vLLM; what vLLM does not have has the prefix `saccade:`. The
+registry is the server's own, so that several servers can live in one process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from saccade.serve.record import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""Of `ServerMetrics.render`."""
+"""Content type of the metrics page."""
 
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 15, 30, 60, 120, 300)
-"""Buckets of what a request waits for: from one image on a GPU to a queue that is too long."""
+"""Buckets of waiting times: from one image on a GPU to a queue that is too long."""
 _GAP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 """Buckets of the time between two tokens."""
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -49,16 +49,16 @@ _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": 
 _STATES = ("loading", "ready", "restarting", "draining", "failed", "stopped")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _CLIENT_LEFT = 499
-"""Status of a request whose client left before the response, as proxies log it."""
+"""Status that proxies log for a request whose client left before the response."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class EngineSource(Protocol):
-    """Where the engine comes from: the supervisor."""
+    """What the metrics read of the supervisor."""
 
     @property
     def loaded_engine(self) -> Engine | None:
-        """The engine whatever its state; None before it is loaded."""
+        """The engine in any state; None before it is loaded."""
 
     @property
     def num_restarts(self) -> int:
@@ -91,15 +91,15 @@ class ServerMetrics:
         self._requests.observe(record)
 
     def observe_http(self, method: str, route: str, status: int) -> None:
-        """Count an HTTP response. `route` is an entry of the route table, never a path that a client made up."""
+        """Count an HTTP response. `route` is an entry of the route table: a client cannot make up a label."""
         self._http.labels(method if method in _METHODS else "other", route, str(status or _CLIENT_LEFT)).inc()
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics as they are now."""
+        """Return all metrics as they are now."""
         return self._registry.collect()
 
     def render(self) -> bytes:
-        """The metrics page."""
+        """Write the metrics page."""
         return generate_latest(self._registry)
 
 
@@ -175,7 +175,7 @@ class _RequestMetrics:
         """Count one request."""
         if record.error_code is not None:
             self._errors.labels(record.error_code).inc()
-        if not record.ending:  # the engine never had it
+        if not record.ending:  # the request never reached the engine
             return
         self._ended.labels(self._model, _REASONS[record.ending]).inc()
         self._duration.observe(record.duration_s)
@@ -195,13 +195,13 @@ class _RequestMetrics:
 
 
 class _TimeCollector(Collector):
-    """One `TimeHistogram` as a metric."""
+    """Exports one `TimeHistogram` as a metric."""
 
     def __init__(self, name: str, documentation: str, times: TimeHistogram, model_name: str) -> None:
         self._name, self._documentation, self._times, self._model = name, documentation, times, model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One histogram."""
+        """Return one histogram."""
         yield _histogram_family(self._name, self._documentation, self._times, self._model)
 
 
@@ -215,13 +215,13 @@ def _histogram_family(name: str, documentation: str, times: TimeHistogram, model
 
 
 class _AdmissionCollector(Collector):
-    """How full the server is, and what it refused for that."""
+    """Exports how full the server is, and how many requests it refused."""
 
     def __init__(self, admission: Callable[[], Admission | None]) -> None:
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """Nothing before the engine is loaded."""
+        """Return nothing before the engine is loaded."""
         admission = self._admission()
         if admission is None:
             return
@@ -240,7 +240,7 @@ class _AdmissionCollector(Collector):
 
 
 class _EngineCollector(Collector):
-    """Counters and gauges of the engine, its workers and processes."""
+    """Exports counters and gauges of the engine, its workers and processes."""
 
     def __init__(self, model_name: str, source: EngineSource) -> None:
         self._model, self._source = model_name, source
@@ -248,7 +248,7 @@ class _EngineCollector(Collector):
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
-        """All of them; without an engine, the server's state only."""
+        """Return all of them, or the state of the server alone if there is no engine."""
         yield self._counter(
             "saccade:core_restarts", "Times the engine core was started again.", self._source.num_restarts
         )
@@ -395,14 +395,14 @@ class _EngineCollector(Collector):
 
 
 class _Totals:
-    """Counters of the engine core, summed over its restarts: a new core counts from zero."""
+    """Sums the counters of the engine core over its restarts: a new core counts from zero."""
 
     def __init__(self) -> None:
         self._ended: dict[str, int] = {}
         self._last: dict[str, int] = {}
 
     def update(self, statistics: Statistics) -> dict[str, int]:
-        """Totals as of now."""
+        """Return the totals as of now."""
         now = {name: value for name, value in vars(statistics).items() if isinstance(value, int)}
         if now["num_steps"] < self._last.get("num_steps", 0):
             self._ended = {name: self._ended.get(name, 0) + value for name, value in self._last.items()}
@@ -411,7 +411,7 @@ class _Totals:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it is gone or the system has no /proc."""
+    """Resident memory of a process; 0 if it has ended or the system has no /proc."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):

@@ -1,9 +1,9 @@
 """The metrics of the last half hour, so that the status view shows what happened before it was opened.
 
-    every INTERVAL_S: registry -> MetricsHistory.record -> one sample, the oldest is dropped -> since -> /metrics/history
+    every INTERVAL_S: registry -> MetricsHistory.record -> sample, the oldest is dropped -> since -> /metrics/history
 
-A sample has gauges as they were, and counters and histograms as they grew since the previous sample. Names are those of `/metrics`, summed
-over labels; a metric that the server does not have yet is null.
+A sample has the values of gauges, and what counters and histograms gained since the previous sample. Names are those of
+`/metrics`, summed over labels; a metric that the server does not have yet is null.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VALUES = (
     "saccade:process_resident_memory_bytes",
     "saccade:processed_image_cache_bytes",
 )
-"""Recorded as they are."""
+"""Gauges, recorded as they are."""
 INCREASES = (
     "vllm:generation_tokens_total",
     "vllm:prompt_tokens_total",
@@ -62,15 +62,15 @@ class _Sample:
     at: float
     """Unix time."""
     values: dict[str, float | None]
-    """Gauges at that time."""
+    """Values of the gauges."""
     increases: dict[str, float | None]
-    """What counters gained since the sample before."""
+    """What counters gained since the previous sample."""
     observations: dict[str, list[tuple[int, int]]]
     """By histogram: buckets that gained observations, and how many."""
 
 
 class MetricsHistory:
-    """Samples of the metrics, a bounded number of them. Used in the event loop."""
+    """Keeps a bounded number of samples of the metrics. Used in the event loop."""
 
     def __init__(self, *, capacity: int = CAPACITY) -> None:
         self._samples: deque[_Sample] = deque(maxlen=capacity)
@@ -79,12 +79,15 @@ class MetricsHistory:
         self._bounds: dict[str, list[float]] = {}
 
     async def run(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Record what `collect` returns until cancelled. It is called in a thread, because it reads files of all processes."""
+        """Record what `collect` returns, until cancelled.
+
+        `collect` runs in a thread, since it reads files of all processes.
+        """
         while True:
             try:
                 families = await asyncio.to_thread(lambda: list(collect()))
                 self.record(time.time(), families)
-            except Exception:  # a metric that cannot be read now must not end the recording
+            except Exception:  # a metric that cannot be read must not end the recording
                 logger.exception("the metrics could not be recorded; the status view has a gap")
             await asyncio.sleep(INTERVAL_S)
 
@@ -106,7 +109,10 @@ class MetricsHistory:
         self._samples.append(_Sample(at=round(at, 3), values=values, increases=increases, observations=observations))
 
     def since(self, after: float) -> dict[str, Any]:
-        """All samples taken later than the Unix time `after`, one column per metric. The last bucket of a histogram has no bound."""
+        """Return the samples later than the Unix time `after`, a column per metric.
+
+        The last bucket has no upper bound.
+        """
         samples = [sample for sample in self._samples if sample.at > after]
         return {
             "interval_s": INTERVAL_S,
@@ -124,7 +130,7 @@ class MetricsHistory:
 
 
 def _read(families: Iterable[Metric]) -> tuple[dict[str, float], dict[str, dict[float, float]]]:
-    """Totals of the recorded metrics, and cumulative counts of the histograms by upper bound."""
+    """Return the totals of the metrics, and the cumulative counts of the histograms by upper bound."""
     totals: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
     for family in families:
@@ -143,12 +149,12 @@ _HISTOGRAMS = frozenset(HISTOGRAMS)
 
 
 def _increase(before: float, now: float) -> float:
-    """By how much a counter grew; one that was started again counts from zero."""
+    """Return how much a counter grew; one that restarted counts from zero."""
     return now - before if now >= before else now
 
 
 def _gained(before: list[float], now: list[float]) -> list[tuple[int, int]]:
-    """Buckets that gained observations, from cumulative counts; a histogram that was started again counts from zero."""
+    """Return the buckets that gained observations, from cumulative counts; a restarted histogram counts from zero."""
     grown = [max(0, b - a) for a, b in zip(before, now, strict=True)] if now[-1] >= before[-1] else now
     counts = [int(b - a) for a, b in zip([0, *grown], grown, strict=False)]
     return [(bucket, count) for bucket, count in enumerate(counts) if count > 0]

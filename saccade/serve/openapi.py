@@ -25,12 +25,15 @@ _DESCRIPTIONS = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Error responses of a route."""
+    """Return the error responses of a route."""
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
 def describe(app: FastAPI, *, model_name: str | None, has_keys: bool) -> dict[str, Any]:
-    """The OpenAPI document, true to behaviour: invalid requests are 400 and not 422, the model is named if there is only one, and keys are needed."""
+    """Return the OpenAPI document, made true: invalid requests are 400 and not 422, and keys are needed.
+
+    The model is named if there is only one.
+    """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in document["paths"].values():
         for operation in path.values():
@@ -51,7 +54,7 @@ def describe(app: FastAPI, *, model_name: str | None, has_keys: bool) -> dict[st
 
 
 GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
-"""Of a route that uses the engine."""
+"""Error responses of a route that uses the engine."""
 
 
 _EVENT = {
@@ -64,5 +67,5 @@ _EVENT = {
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
-    """A route that may answer with server-sent events."""
+    """Return the response of a route that may answer with server-sent events."""
     return {200: {"content": {"text/event-stream": {"schema": _EVENT}}, "description": description}}

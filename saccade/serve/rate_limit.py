@@ -6,7 +6,10 @@ from saccade.serve.keys import ApiKey
 
 
 class Bucket:
-    """Holds up to `per_minute` units and refills at that rate. It may go below zero when an estimate was too low."""
+    """Token bucket that holds up to `per_minute` units and refills at that rate.
+
+    It may go below zero after a low estimate.
+    """
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -14,13 +17,13 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Units that can be taken now."""
+        """Return the units that can be taken now."""
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` can be taken; 0: now. More than the bucket holds waits for a full one."""
+        """Return the seconds until `amount` can be taken; more than the bucket holds waits for a full bucket."""
         lacking = min(amount, self.per_minute) - self.level(now)
         return max(0.0, lacking * 60 / self.per_minute)
 
@@ -30,26 +33,26 @@ class Bucket:
 
 
 class RateLimiter:
-    """The buckets of all keys that have limits."""
+    """Limits the requests and tokens of all keys that have limits."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str, int], Bucket] = {}
 
     def _bucket(self, key: ApiKey, kind: str, per_minute: int, now: float) -> Bucket:
-        """One per key and limit, so that a changed limit takes effect."""
+        """Return the bucket of a key and a limit: a changed limit takes effect with a new bucket."""
         name = key.sha256, kind, per_minute
         if name not in self._buckets:
             self._buckets[name] = Bucket(per_minute, now)
         return self._buckets[name]
 
     def take_request(self, key: ApiKey, now: float) -> float:
-        """Count a request; returns the seconds to wait if the limit is reached, and then it is not counted."""
+        """Count a request. If the limit is reached, it is not counted; returns the seconds to wait."""
         if key.requests_per_minute is None:
             return 0.0
         return self._take(self._bucket(key, "requests", key.requests_per_minute, now), 1, now)
 
     def take_tokens(self, key: ApiKey, num_tokens: int, now: float) -> float:
-        """The same for the estimated tokens of a request."""
+        """Count the estimated tokens of a request, in the same way."""
         if key.tokens_per_minute is None:
             return 0.0
         return self._take(self._bucket(key, "tokens", key.tokens_per_minute, now), num_tokens, now)

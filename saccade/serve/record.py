@@ -1,4 +1,4 @@
-"""What is known of one request: its log line and its metrics are made of this, never of its content."""
+"""Facts about one request, for its log line, metrics and spans. The content is none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request to an endpoint that needs the engine, from arrival to its last byte. Times are `time.perf_counter`."""
+    """One HTTP request to an endpoint that needs the engine. Times are `time.perf_counter` seconds."""
 
     id: str
     route: str
@@ -25,11 +25,11 @@ class RequestRecord:
     arrived_at: float = field(default_factory=time.perf_counter)
     ended_at: float = 0.0
     status: int = 0
-    """Of the HTTP response; 0 if the client left before it."""
+    """Status of the HTTP response; 0 if the client left before it."""
     error_code: str | None = None
-    """Typed code of the error, also of one sent within a stream."""
+    """Typed code of the error, which may have been sent within a stream."""
     ending: str = ""
-    """`stop`, `length`, `cancelled` or `failed`; of several completions, the worst. Empty: the engine never had the request."""
+    """Worst ending of the completions: `stop`, `length`, `cancelled` or `failed`. Empty: none reached the engine."""
     is_streamed: bool = False
     num_completions: int = 0
     max_tokens: int = 0
@@ -39,11 +39,11 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     preprocess_s: float | None = None
-    """From submitting to the prompt being ready: queue, decoding, tokenization."""
+    """Time from submitting until the prompt was ready: queue, decoding of images, tokenization."""
     first_token_s: float | None = None
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     decode_s: float = 0.0
-    """From the first token to the last, of the longest completion."""
+    """Time from the first token to the last, of the longest completion."""
     token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
     """Time between consecutive deltas of a streamed completion."""
     adapter: str | None = None
@@ -54,17 +54,17 @@ class RequestRecord:
 
     @property
     def duration_s(self) -> float:
-        """From arrival to the last byte."""
+        """Time from arrival to the last byte."""
         return self.ended_at - self.arrived_at
 
     @property
     def ms_per_token(self) -> float | None:
-        """After the first token of each completion; None without a second one."""
+        """Time per token after the first of each completion; None without a second token."""
         num_later = self.num_output_tokens / max(1, self.num_completions) - 1
         return self.decode_s * 1e3 / num_later if num_later > 0 and self.decode_s > 0 else None
 
     def log_fields(self) -> dict[str, Any]:
-        """The fields of the log line. Names and numbers only."""
+        """Return the fields of the log line: names and numbers only."""
         fields: dict[str, Any] = {
             "id": self.id,
             "route": self.route,
@@ -96,6 +96,6 @@ def log_request(record: RequestRecord) -> None:
 
 
 def _plain(value: Any) -> str:
-    """One word: a value of the client is quoted, so that it cannot fake a line."""
+    """Write a value as one word. A text of the client is quoted, so that it cannot fake a line."""
     text = str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)

@@ -3,9 +3,10 @@
     --allow-remote-media images.example.org          https or http on the usual ports, at a public address
     --allow-remote-media storage.internal:9000       this host and port, whatever its address
 
-A client that may name URLs makes this machine connect for it, so the rules are strict: one parser for check and request, addresses checked
-after the name was resolved and connected to as checked (`data/url_policy.py`), no redirects, no cookies, proxies or credentials, no
-compressed bodies, a byte limit that counts what arrives, and one deadline from the DNS lookup to the last byte.
+A client that may name URLs makes this machine connect for it, so the rules are strict: the same parser serves check and
+request; addresses are checked after the name is resolved, and connected to as checked (`data/url_policy.py`); there are
+no redirects, cookies, proxies, credentials or compressed bodies; a byte limit counts what arrives; one deadline spans
+the DNS lookup and the last byte.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from saccade.serve.errors import ApiError, bad_request
 
 _PORTS = frozenset({80, 443})
 _MAX_CONCURRENT = 64
-"""Fetches at the same time, of all requests."""
+"""Maximum concurrent fetches of all requests."""
 _CHUNK_BYTES = 2**16
 
 
@@ -57,9 +58,9 @@ class RemoteMedia:
     async def fetch_all(
         self, conversation: Sequence[dict[str, Any]], add_bytes: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Replace every remote URL of a conversation by its file. Raises an `ApiError` that names the first that cannot be fetched.
+        """Replace every remote URL of a conversation by its file. An `ApiError` names the first that cannot be fetched.
 
-        `add_bytes` counts what arrives, and raises if that is too much for the server now.
+        `add_bytes` counts what arrives, and raises if the server has no room for it.
         """
         fields = [url_field for message in conversation for url_field in _url_fields(message.get("content"))]
         urls = [(number, url_field) for number, url_field in enumerate(fields) if is_remote(url_field.get())]
@@ -83,7 +84,8 @@ class RemoteMedia:
                 except RefusedError as error:
                     raise ApiError(
                         400,
-                        f"{url_field.kind} {number + 1}: its URL cannot be fetched: {error}. Send the file as a data URL",
+                        f"{url_field.kind} {number + 1}: its URL cannot be fetched: {error}. Send the file as a data "
+                        "URL",
                         code="remote_media_failed",
                     ) from error
         finally:
@@ -152,7 +154,7 @@ class _UrlField:
 
 
 def _url_fields(content: object) -> list[_UrlField]:
-    """The URLs of a message, in order: one per image, video file and frame."""
+    """Return the URLs of a message, in order: one per image, video file and frame."""
     fields: list[_UrlField] = []
     for part in content if isinstance(content, list) else ():
         if part["type"] == "image_url":
@@ -176,7 +178,7 @@ def _check_response(response: aiohttp.ClientResponse, max_bytes: int) -> None:
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, count: Callable[[int], None]) -> bytes:
-    """The body; `count` bounds the bytes of all files of the request."""
+    """Read the body; `count` bounds the bytes of all files of the request."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk

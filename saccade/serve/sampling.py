@@ -1,4 +1,4 @@
-"""Sampling fields of a request to the engine's sampling parameters."""
+"""Turn the sampling fields of a request into the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saccade.serve.protocol.chat import JsonObjectFormat, JsonSchemaFormat, Resp
 from saccade.serve.protocol.common import SamplingFields, StructuredOutputs
 
 _ENGINE_NAME = re.compile(r"(structured\.)?(json_schema|json_object|regex|choice|grammar)\b")
-"""What the engine calls the form of an output, at the beginning of a message."""
+"""The engine's name of the form of an output, which begins a message."""
 _DEFAULTS = {"temperature": 1.0}
 _SAME = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty", "min_tokens",
@@ -33,7 +33,7 @@ def samplings_of(
     tool_grammar: StructuredOutput | None = None,
     structured_field: str | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of each of the `n` completions; completion i has seed + i.
+    """Return the parameters of each of the `n` completions; completion i has seed + i.
 
     `structured_field`: the field that sets the form of the output, for messages.
     """
@@ -79,7 +79,7 @@ def structured_field_of(
     structured: StructuredOutputs | None,
     tool_grammar: StructuredOutput | None = None,
 ) -> str | None:
-    """The field of a request that sets the form of the output, as the client wrote it."""
+    """Return the field of a request that sets the form of the output, as the client wrote it."""
     if tool_grammar is not None:
         return "tools"
     if structured is not None:
@@ -90,12 +90,12 @@ def structured_field_of(
 
 
 def _given(structured: StructuredOutputs) -> list[str]:
-    """The fields that are set, as clients write them."""
+    """Return the fields that are set, as clients write them."""
     return [name for name, value in structured.model_dump(by_alias=True).items() if value not in (None, False)]
 
 
 def name_as_sent(message: str, structured_field: str | None) -> str:
-    """A message of the engine about the form of the output, which begins with the name of the client's field instead."""
+    """Begin a message of the engine about the form of the output with the name of the client's field."""
     if structured_field is None or (found := _ENGINE_NAME.match(message)) is None:
         return message
     return structured_field + message[found.end() :]
@@ -106,7 +106,7 @@ def structured_of(
     structured: StructuredOutputs | None,
     tool_grammar: StructuredOutput | None = None,
 ) -> StructuredOutput | None:
-    """The form of the output, from the one field that sets it."""
+    """Return the form of the output, from the field that sets it."""
     form = tool_grammar
     if form is not None and (
         structured is not None or isinstance(response_format, JsonObjectFormat | JsonSchemaFormat)

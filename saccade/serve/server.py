@@ -40,7 +40,7 @@ from saccade.serve.tracing import RequestTracer, otlp_provider
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""Maximum connections that wait to be accepted."""
 _OTHER_FILES = 768
 """Open files that are not connections: images in shared memory, workers, the log."""
 _GRACE_S = 5
@@ -59,8 +59,11 @@ def serve(
     adapters: Mapping[str, Path] | None = None,
     on_listening: Callable[..., None] = lambda *urls: None,
 ) -> None:
-    """Serve a checkpoint until a signal. `on_listening` is called with the URL, and that of the admin routes if they are served; the
-    model may still be loading then. `adapters`: PEFT folders, served as models of these names."""
+    """Serve a checkpoint until a signal. `adapters`: PEFT folders, served as models of these names.
+
+    `on_listening` is called with the URL, and with that of the admin routes if they are served. The model may still be
+    loading.
+    """
     family_of(checkpoint)  # a wrong folder is an error before anything starts
     keys = None if config.api_keys is None else KeyRing(config.api_keys)
     engine_config, limits = with_media_workers(engine_config), limits or public_limits()
@@ -113,12 +116,12 @@ def _traced(service: Service) -> Iterator[None]:
 
 
 def public_limits() -> MediaLimits:
-    """Limits on images and videos of clients; no paths."""
+    """Return the limits on images and videos of clients, which may not name paths."""
     return MediaLimits(allow_local_files=False)
 
 
 def with_media_workers(config: EngineConfig) -> EngineConfig:
-    """Files of clients are decoded in sandboxed worker processes, never in this one: at least one, however few cores there are."""
+    """Configure at least one worker: files of clients are decoded in sandboxed processes, never in this one."""
     if config.num_workers == 0:
         raise ConfigError("engine.num_workers is 0: the server decodes images in worker processes. Use at least 1")
     if config.num_workers is None:
@@ -127,7 +130,7 @@ def with_media_workers(config: EngineConfig) -> EngineConfig:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything expensive starts."""
+    """Open a listening socket, before anything expensive starts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,7 +148,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allowed_connections(wanted: int) -> int:
-    """Raise this process's limit on open files for so many connections; returns how many there may be."""
+    """Raise this process's limit on open files for the wanted connections; return how many are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -162,7 +165,7 @@ def allowed_connections(wanted: int) -> int:
 
 
 def _set_up_uvicorn_log() -> None:
-    """uvicorn's errors go where ours go; its warnings are about what clients send, and would fill the log."""
+    """Log uvicorn's errors where ours go. Its warnings are about what clients send, and would fill the log."""
     uvicorn_logger = logging.getLogger("uvicorn.error")
     uvicorn_logger.handlers[:] = logging.getLogger("saccade").handlers
     uvicorn_logger.propagate = False
@@ -174,7 +177,7 @@ def _spell(host: str) -> str:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, if it is installed."""
+    """Return uvloop's factory, if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -183,7 +186,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Listener(uvicorn.Server):
-    """uvicorn for one application, with our connection limits; signals are handled elsewhere."""
+    """uvicorn for one application, with our connection limits. `_Lifecycle` handles signals."""
 
     def __init__(self, config: ServeConfig, gate: Gate, listening: socket.socket) -> None:
         super().__init__(
@@ -209,7 +212,7 @@ class _Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Handle no signals."""
         yield
 
     def quit(self) -> None:
@@ -218,7 +221,7 @@ class _Listener(uvicorn.Server):
 
 
 class _Lifecycle:
-    """The life of a server in its event loop."""
+    """Runs the listeners, drains and stops them."""
 
     def __init__(self, service: Service, gate: Gate, listeners: Sequence[_Listener]) -> None:
         """`gate` counts the requests that a drain waits for."""
@@ -226,7 +229,7 @@ class _Lifecycle:
         self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until a signal, or until the engine has failed for good."""
+        """Run until a signal, or until the engine has failed for good."""
         loop, supervisor = asyncio.get_running_loop(), self._service.supervisor
         supervisor.on_failed = lambda: _post(loop, self._quit)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -265,5 +268,5 @@ class _Lifecycle:
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call it in the event loop, from another thread."""
+    """Run a call in the event loop, from another thread."""
     loop.call_soon_threadsafe(call)

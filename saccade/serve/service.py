@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the limits, and how a request is handed to the engine."""
+"""What the routes share: the engine, the limits, and how a request is submitted to the engine."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from saccade.serve.supervisor import Supervisor
 
 _Result = TypeVar("_Result")
 _CHARACTERS_PER_TOKEN = 4
-"""Of text, to estimate its tokens."""
+"""Characters of a token of text, for estimates."""
 _MIN_TIMEOUT_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInput:
-    """One prompt of a request, not preprocessed yet."""
+    """One prompt of a request, before preprocessing."""
 
     preprocess: Callable[[Engine, bytes], Future[TokenPrompt]]
-    """Starts preprocessing, with the salt of the request."""
+    """Start preprocessing, with the salt of the request."""
     prepare: Callable[[Callable[[int], None]], Awaitable[None]] | None = None
-    """What must be done before that, with a function that counts the bytes of media that are fetched."""
+    """Work that must end before; it is given a function that counts the bytes of fetched media."""
     num_characters: int = 0
     """Characters of its text."""
     num_token_ids: int = 0
-    """Tokens that were given as such."""
+    """Tokens that the client sent as ids."""
     num_images: int = 0
     """Images and videos."""
     num_media_bytes: int = 0
-    """Encoded size of these."""
+    """Encoded size of the images and videos."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its text, roughly."""
+        """Estimated tokens of its text."""
         return self.num_characters // _CHARACTERS_PER_TOKEN + 1 + self.num_token_ids
 
     def check_length(self, max_length: int) -> None:
@@ -69,7 +69,7 @@ class PromptInput:
 
 
 def text_input(engine: Engine, text: str) -> PromptInput:
-    """A prompt that is a plain text."""
+    """Return the prompt of a plain text."""
     token_ids: list[int] = []
 
     async def encode(_: Callable[[int], None]) -> None:
@@ -90,7 +90,7 @@ class Service:
     """One served model. Used in the event loop."""
 
     config: ServeConfig
-    """Limits."""
+    """Limits of the server."""
     engine_config: EngineConfig
     """Sizes of the engine."""
     model_name: str
@@ -108,13 +108,13 @@ class Service:
     metrics: ServerMetrics = field(init=False)
     """Counters and histograms."""
     history: MetricsHistory = field(default_factory=MetricsHistory)
-    """What they were in the last half hour."""
+    """Metrics of the last half hour."""
     generations: set[Generation] = field(default_factory=set)
-    """In progress."""
+    """Generations in progress."""
     _hub: DeltaHub | None = None
-    """Made in the event loop."""
+    """Wakes generations; made in the event loop."""
     _admission: Admission | None = None
-    """Made when the engine is loaded."""
+    """Counts open requests; made when the engine is loaded."""
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.model_name, self.supervisor, lambda: self._admission)
@@ -122,7 +122,7 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the model and the version of the server."""
+        """A fingerprint that changes with the model and the version of the server."""
         return "fp_" + hashlib.sha256(f"{self.model_name} {__version__}".encode()).hexdigest()[:10]
 
     @property
@@ -135,7 +135,7 @@ class Service:
 
     @property
     def admission(self) -> Admission | None:
-        """What is open in each stage; None before the engine is loaded."""
+        """Counts of the open requests in each stage; None before the engine is loaded."""
         engine = self.supervisor.loaded_engine
         if self._admission is None and engine is not None:
             self._admission = Admission(self._admission_limits(engine))
@@ -160,7 +160,7 @@ class Service:
         return [] if engine is None else list(engine.adapters)
 
     def check_model(self, name: str) -> str | None:
-        """The adapter that a model's name stands for; None: the base model. A request for another model is refused."""
+        """Return the adapter that a model's name stands for; None: the base model. Other names are refused."""
         if name == self.model_name:
             return None
         if name in (adapters := self.adapter_names):
@@ -176,7 +176,7 @@ class Service:
             await self.remote_media.close()
 
     def body_limits(self, path: str) -> BodyLimits:
-        """What the body of a request for this path may hold."""
+        """Return the limits on the body of a request for this path."""
         engine = self.supervisor.loaded_engine
         return BodyLimits(
             max_depth=self.config.max_json_depth,
@@ -192,7 +192,7 @@ class Service:
 
     @staticmethod
     def overloaded(admission: Admission, refusal: Refusal) -> ApiError:
-        """The answer to a request that is refused for now."""
+        """Return the error of a request that is refused for now, and count it."""
         admission.refuse(refusal)
         return ApiError(
             429,
@@ -201,7 +201,7 @@ class Service:
             retry_after_s=refusal.retry_after_s,
         )
 
-    # -------------------------------------------------------------- hand a request to the engine
+    # -------------------------------------------------------------- submit a request to the engine
 
     async def start(
         self,
@@ -215,7 +215,7 @@ class Service:
         cache_salt: str | None = None,
         structured_field: str | None = None,
     ) -> Generation:
-        """Admit a request and hand it to the engine; each prompt gets a completion per sampling."""
+        """Admit a request and submit it to the engine; each prompt gets a completion per sampling."""
         engine, record, key = self.supervisor.engine, request.state.record, request.state.key
         demand = _demand(prompts, samplings)
         opened = self._open(request, prompts, demand)
@@ -259,13 +259,13 @@ class Service:
         return generation
 
     async def encode(self, request: Request, text: str) -> list[int]:
-        """The tokens of a plain text, for a request that generates nothing."""
+        """Return the tokens of a plain text, for a request that generates nothing."""
         engine = self.supervisor.engine
         with self._opened(request, text_input(engine, text)):
             return await self._in_time(request, asyncio.wrap_future(engine.encode_text(text)))
 
     async def preprocess(self, request: Request, prompt: PromptInput) -> TokenPrompt:
-        """A prompt, for a request that generates nothing."""
+        """Return a preprocessed prompt, for a request that generates nothing."""
         engine, salt = self.supervisor.engine, _salt(request.state.key, None)
         with self._opened(request, prompt) as opened:
             [future] = await self._preprocess(request, opened, engine, [prompt], salt)
@@ -299,7 +299,7 @@ class Service:
     async def _preprocess(
         self, request: Request, opened: _OpenRequest, engine: Engine, prompts: Sequence[PromptInput], salt: bytes
     ) -> list[Future[TokenPrompt]]:
-        """Start preprocessing, when what must come before it is done."""
+        """Start preprocessing, after the preparations of the prompts."""
         if waits := [prompt.prepare(opened.add_media) for prompt in prompts if prompt.prepare is not None]:
             await self._in_time(request, asyncio.gather(*waits))
         futures = [prompt.preprocess(engine, salt) for prompt in prompts]
@@ -307,7 +307,7 @@ class Service:
         return futures
 
     async def _in_time(self, request: Request, work: asyncio.Future[_Result]) -> _Result:
-        """The result of some work, which is cancelled when the client leaves or the request has waited too long."""
+        """Return the result of some work. It is cancelled when the client leaves or the request waited too long."""
         try:
             async with asyncio.timeout(_remaining(request.state.record, self.config.queue_timeout_s)):
                 return await unless_disconnected(work, request.receive)
@@ -320,7 +320,7 @@ class Service:
             generation.cancel()
 
     def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[AdmittedRequest, int]:
-        """Count a request as open; returns it and the tokens that its key was charged."""
+        """Count a request as open; return it and the tokens that its key was charged."""
         admission, now = self.admission, time.monotonic()
         assert admission is not None, "there is an engine"
         if (refusal := admission.refusal(demand, now)) is not None:
@@ -337,7 +337,7 @@ class Service:
 
 
 class _OpenRequest:
-    """A request that counts for admission and for the rate limit of its key, until it is closed."""
+    """Counts a request for admission and for the rate limit of its key, until it is closed."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class _OpenRequest:
         self._record, self._key, self._num_charged = record, key, num_charged
 
     def add_media(self, num_bytes: int) -> None:
-        """Count media that are being fetched. Raises if all requests together have too much."""
+        """Count media that are being fetched. Raises if the media of all requests are too large."""
         if (refusal := self._admission.add_media(self._admitted, num_bytes, time.monotonic())) is not None:
             raise self._service.overloaded(self._admission, refusal)
 
@@ -370,7 +370,7 @@ class _OpenRequest:
             prompt.add_done_callback(partial(_post, loop, done))
 
     def close(self) -> None:
-        """Count a request that has ended. No effect the second time."""
+        """Count the end of the request. A second call has no effect."""
         if not self._admitted.is_open:
             return
         record, now = self._record, time.monotonic()
@@ -392,14 +392,14 @@ def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams])
 
 
 def _remaining(record: RequestRecord, timeout_s: float) -> float:
-    """What is left of a time limit that began when the request arrived."""
+    """Return the remaining time of a limit that began when the request arrived."""
     return max(_MIN_TIMEOUT_S, timeout_s - (time.perf_counter() - record.arrived_at))
 
 
 def _post(
     loop: asyncio.AbstractEventLoop, call: Callable[[Future[TokenPrompt]], None], prompt: Future[TokenPrompt]
 ) -> None:
-    """Call it in the event loop, from another thread; no effect when the loop has ended."""
+    """Run a call in the event loop, from another thread. It has no effect after the loop has ended."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, prompt)
 
@@ -411,7 +411,7 @@ def _num_image_tokens(prompt: Future[TokenPrompt]) -> int:
 
 
 def _salt(key: ApiKey | None, cache_salt: str | None) -> bytes:
-    """Of the tenant, and of the request if it has one."""
+    """Return the salt of the caches, from those of the tenant and the request."""
     tenant = b"" if key is None else key.salt
     if cache_salt is None:
         return tenant

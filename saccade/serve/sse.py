@@ -1,4 +1,4 @@
-"""A streamed answer: server-sent events of one generation."""
+"""Send the answer of one generation as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One event."""
+    """Write one event."""
     return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + data + b"\n\n"
 
 
@@ -21,7 +21,7 @@ class EventStream(Response):
     """Sends chunks as they come. When the client leaves, the generation is cancelled."""
 
     def __init__(self, generation: Generation, chunks: AsyncIterator[bytes]) -> None:
-        """`chunks` are complete events; several may be in one."""
+        """`chunks` are complete events; a chunk may have several."""
         super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation, self._chunks = generation, chunks
@@ -30,7 +30,7 @@ class EventStream(Response):
         """Send all chunks."""
         async with cancelled_on_disconnect(self._generation, receive):
             error = await self._generation.started()
-            if error is not None:  # the status is not sent yet
+            if error is not None:  # the status can still be chosen
                 scope["state"]["record"].error_code = error.code
                 await error.response()(scope, receive, send)
                 return

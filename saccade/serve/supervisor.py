@@ -1,10 +1,10 @@
-"""Loads the engine, replaces a core that died, and knows whether the server is ready.
+"""Load the engine, replace a core that died, and say whether the server is ready.
 
     loading -> ready -> (core dies) restarting -> ready -> ... -> draining -> stopped
                                      too often -> failed
 
-A thread of its own does the slow parts. It lives as long as the server, because the kernel kills the engine's processes with the thread
-that started them.
+A thread of the supervisor does the slow parts. It lives as long as the server, because the kernel kills the engine's
+processes when the thread that started them ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _WINDOW_S = 600.0
-"""Restarts are counted over this time."""
+"""Window in which restarts are counted."""
 _MAX_BACKOFF_S = 60.0
 _STOP_S = 15.0
 _REFUSALS: dict[State, tuple[str, str, float]] = {
@@ -47,7 +47,7 @@ class Supervisor:
         self._must_stop = threading.Event()
         self._restarts: list[float] = []
         self.num_restarts = 0
-        """Since the start."""
+        """Restarts of the core so far."""
         self.loaded_s: float | None = None
         """Time the first load took."""
         self.restarted_s: float | None = None
@@ -55,12 +55,12 @@ class Supervisor:
         self.error: BaseException | None = None
         """Why the engine could not be loaded or kept alive."""
         self.on_failed: Callable[[], None] = lambda: None
-        """Called once, from the supervisor's thread, when there is no engine any more."""
+        """Called once, from the supervisor's thread, when the engine has failed for good."""
         self._thread = threading.Thread(target=self._run, name="saccade-supervisor", daemon=True)
 
     @property
     def state(self) -> State:
-        """What the server can do now. A client that has seen the core's death finds the server restarting, not ready."""
+        """State of the server. A client that has seen the death of the core finds it restarting, not ready."""
         engine = self._engine
         if self._state == "ready" and engine is not None and engine.has_failed:
             return "restarting"
@@ -68,7 +68,7 @@ class Supervisor:
 
     @property
     def engine(self) -> Engine:
-        """The engine, if requests can be served; else an error for the client."""
+        """The engine. Raises an error for the client if requests cannot be served."""
         engine = self._engine
         if self.state != "ready" or engine is None:
             raise self.refusal()
@@ -76,11 +76,11 @@ class Supervisor:
 
     @property
     def loaded_engine(self) -> Engine | None:
-        """The engine whatever its state, for statistics; None before it is loaded."""
+        """The engine in any state, for statistics; None before it is loaded."""
         return self._engine
 
     def refusal(self) -> ApiError:
-        """Why requests cannot be served now."""
+        """Return the error that says why requests cannot be served now."""
         message, code, retry_after_s = _REFUSALS.get(self.state, _REFUSALS["restarting"])
         return ApiError(503, f"{message}; try again later", code=code, retry_after_s=retry_after_s)
 
@@ -106,7 +106,7 @@ class Supervisor:
         with self._lock:
             self._state = "stopped"
         if self._thread.is_alive():
-            self._thread.join(_STOP_S)  # it may be loading a large model; its processes end with this one
+            self._thread.join(_STOP_S)  # the thread may be loading a large model; its processes end with this one
 
     # -------------------------------------------------------------- the supervisor's thread
 
@@ -160,7 +160,7 @@ class Supervisor:
         return True
 
     def _change(self, old: State, new: State) -> None:
-        """From one state to another, unless the server drains or stops meanwhile."""
+        """Change from one state to another, unless the server drains or stops meanwhile."""
         with self._lock:
             if self._state == old:
                 self._state = new

@@ -8,9 +8,9 @@ The format is Hermes', which Qwen and many others are trained on: one block per 
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-A call begins when its name is known; its arguments follow in fragments of JSON text as the model wrote them. What looks like a block but
-names no function of the request stays content, tags included. The result depends on the text alone, not on how it was cut: every
-decision is taken at the first character that settles it. Plain Python, no I/O.
+A call begins when its name is known; its arguments follow in fragments of JSON text, as the model wrote them. A block
+that names no function of the request stays content, tags included. The result depends on the text alone, not on how it
+was split: every decision is taken at the first character that settles it. Plain Python, no I/O.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Delta = ContentDelta | ToolCallDelta
 
 
 def merged(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """The same with one delta per call: clients do not expect two of one call in a chunk."""
+    """Merge the deltas of each call: clients do not expect two of one call in a chunk."""
     found: dict[int, ToolCallDelta] = {}
     for delta in deltas:
         before = found.get(delta.index)
@@ -73,13 +73,13 @@ class ParsedCall:
 
 @dataclass
 class ParsedOutput:
-    """Content and calls of an output: deltas added up."""
+    """Content and calls of an output, added up from deltas."""
 
     content: str = ""
     tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def add(self, deltas: Iterable[Delta]) -> None:
-        """Append what is new."""
+        """Append a delta."""
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 self.content += delta.text
@@ -90,17 +90,17 @@ class ParsedOutput:
 
 
 def new_call_id() -> str:
-    """An id that no other call has."""
+    """Return an id that no other call has."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def has_known_format(template: str) -> bool:
-    """Whether the chat template asks the model to call tools in the format that is parsed here."""
+    """Whether the chat template asks the model for calls in the format that is parsed here."""
     return _OPEN in template and "<function=" not in template  # Qwen3-Coder writes XML into the same tags
 
 
 def knows_tools(template: ChatTemplate, tool_call_format: str | None) -> bool:
-    """Whether the chat template renders tools and the model calls them in this format, as the operator says or the template shows."""
+    """Whether the template renders tools and the model calls them in this format, which the operator may state."""
     is_hermes = has_known_format(template.source) if tool_call_format is None else tool_call_format == "hermes"
     return is_hermes and template.takes_tools
 
@@ -112,18 +112,18 @@ class ToolCallParser:
         self._names, self._make_id = names, make_id
         self._state: Literal["content", "block", "arguments", "tail"] = "content"
         self._text = ""
-        """Not decided yet."""
+        """Text that is not settled."""
         self._space = ""
-        """White space after content: dropped before a call, kept before more content."""
+        """White space after content, which is dropped before a call and kept before more content."""
         self._num_searched = 0
-        """Characters of a block that do not begin its end tag."""
+        """Characters of a block in which its end tag does not begin."""
         self._depth = 0
         self._is_in_string = False
         self.num_calls = 0
         """Calls so far."""
 
     def push(self, text: str) -> list[Delta]:
-        """Add text; return what is settled."""
+        """Add text; return the deltas that are settled."""
         self._text += text
         deltas: list[Delta] = []
         while self._text and self._advance(deltas):
@@ -131,7 +131,7 @@ class ToolCallParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The text has ended: settle the rest."""
+        """Settle the rest at the end of the text."""
         deltas: list[Delta] = []
         if self._state == "block" and not self._accept_block(self._text, deltas):
             self._emit(_OPEN + self._text, deltas)
@@ -166,7 +166,7 @@ class ToolCallParser:
         return False
 
     def _advance_block(self, deltas: list[Delta]) -> bool:
-        """Whichever comes first: the name of a known function, or the end of the block."""
+        """Look for the name of a known function, or the end of the block, whichever comes first."""
         end = self._text.find(_CLOSE, self._num_searched)
         self._num_searched = max(0, len(self._text) - len(_CLOSE))
         header = _HEADER.match(self._text[:_MAX_HEADER_LENGTH])
@@ -183,7 +183,7 @@ class ToolCallParser:
         return True
 
     def _accept_block(self, block: str, deltas: list[Delta]) -> bool:
-        """Emit the call of a whole block; False if it is none. Keys may be in any order."""
+        """Emit the call of a whole block; False if it has none. Keys may be in any order."""
         try:
             call = json.loads(block)
         except (ValueError, RecursionError):
@@ -207,7 +207,7 @@ class ToolCallParser:
         while edge := (_STRING_EDGE if self._is_in_string else _JSON_EDGE).search(self._text, at):
             at = edge.end()
             if edge[0] == "\\":
-                if at == len(self._text):  # the escaped character is still to come
+                if at == len(self._text):  # the escaped character is not here yet
                     at -= 1
                     break
                 at += 1
@@ -235,7 +235,7 @@ class ToolCallParser:
         return True
 
     def _advance_tail(self) -> bool:
-        """Skip the rest of the block; a new block ends it too."""
+        """Skip the rest of the block, which a new block ends as well."""
         found = re.search(f"{_CLOSE}|{_OPEN}", self._text)
         if found is None:
             self._text = self._text[-max(len(_OPEN), len(_CLOSE)) :]
@@ -245,7 +245,7 @@ class ToolCallParser:
         return True
 
     def _emit(self, text: str, deltas: list[Delta]) -> None:
-        """Content, without the white space at its end."""
+        """Emit content, without the white space at its end."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -258,12 +258,12 @@ class ToolCallParser:
 
 
 def _partial_suffix(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that `tag` may begin with."""
+    """Return the length of the longest suffix of `text` with which `tag` begins."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def parse_tool_calls(text: str, names: Collection[str]) -> ParsedOutput:
-    """Content and calls of a whole output."""
+    """Parse the content and calls of a whole output."""
     parser, parsed = ToolCallParser(names), ParsedOutput()
     parsed.add(parser.push(text))
     parsed.add(parser.finish())

@@ -1,14 +1,14 @@
-"""Which tools a request may, must or must not call, as a grammar for its output.
+"""Turn `tool_choice` into the tools that the model sees and a grammar for its output.
 
 | `tool_choice` | the model sees the tools | its output |
 |---|---|---|
 | `none` | no | text |
-| `auto` (default) | yes | text, calls, or text and then calls; the arguments of a `strict` function follow its schema |
+| `auto` (default) | yes | text, calls, or text and then calls; arguments of `strict` functions follow their schemas |
 | `required` | yes | one or more calls, arguments by their schemas |
 | a function | yes | one call of this function, arguments by its schema |
 
-`parallel_tool_calls` false: at most one call. Plain Python; `tool_calls.py` has the format, `tool_prompt.py` the prompt where the chat
-template renders no tools.
+With `parallel_tool_calls` false there is at most one call. Plain Python; `tool_calls.py` has the format,
+`tool_prompt.py` the prompt for a chat template that renders no tools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError, RequestError
 
 _WHITESPACE = r"[ \n\r\t]{1,8}"
-"""White space between the JSON tokens of arguments. Unbounded, a model may emit nothing else."""
+"""White space between the JSON tokens of arguments. It is bounded, or a model may emit nothing else."""
 _FREE_TEXT = """\
 TEXT: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/
 lead[lazy]: /(?s:.*)<tool_call>/
@@ -35,7 +35,7 @@ class ToolChoice:
     """The tools of a request, as the engine and the parser take them."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    """For the prompt; None: the model sees none."""
+    """Tools in the prompt; None: the model sees none."""
     structured: StructuredOutput | None = None
     """The form of the output; None: any."""
     names: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ class ToolChoice:
 def choose_tools(
     tools: Sequence[Mapping[str, Any]] | None, choice: object = None, *, is_parallel: bool = True
 ) -> ToolChoice:
-    """The meaning of `tools`, `tool_choice` and `parallel_tool_calls`. The tools were checked (`processor/tools.py`)."""
+    """Interpret `tools`, which `processor/tools.py` has checked, `tool_choice` and `parallel_tool_calls`."""
     if tools is None:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is set but tools is not. Send the tools, or leave tool_choice out")
@@ -89,7 +89,7 @@ def _chosen_name(choice: object, names: Iterable[str]) -> str:
 
 
 def _schema(function: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The schema of a function's arguments, checked like that of a structured output. Arguments are always an object."""
+    """Return the schema of a function's arguments, checked like that of a structured output. It is an object's."""
     schema = {"type": "object"} | (function.get("parameters") or {})
     try:
         StructuredOutput(json_schema=schema)
@@ -99,7 +99,7 @@ def _schema(function: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _grammar(start: str, schemas: Mapping[str, dict[str, Any]]) -> StructuredOutput:
-    """A Lark grammar of calls. The line of a schema is JSON, which the compiler reads as JSON."""
+    """Write a Lark grammar of calls. The line of a schema is JSON, which the compiler reads as JSON."""
     rules = [
         'rest: "\\n" call "\\n</tool_call>"',
         "call: " + " | ".join(f"call_{number}" for number in range(len(schemas))),

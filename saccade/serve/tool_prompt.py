@@ -1,9 +1,9 @@
-"""Tools in the prompt of a chat template that does not render them: as text, in the format that `tool_calls.py` reads.
+"""Write tools into the prompt of a chat template that does not render them, in the format that `tool_calls.py` reads.
 
     with_tools_described    the functions, in the system message
     tool_turns_as_text      earlier calls as text of the assistant, their results as turns of the user
 
-What this writes is text of the conversation like any other: it never becomes control tokens.
+This is text of the conversation like any other: it never becomes control tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call a function like this:
 
 
 def with_tools_described(conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with a description of the tools at the end of its system message, or in one of its own."""
+    """Describe the tools at the end of the system message, which is added if there is none."""
     text = _DESCRIPTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     messages = [dict(message) for message in conversation]
     if not messages or messages[0]["role"] != "system":
@@ -43,7 +43,7 @@ def with_tools_described(conversation: Conversation, tools: Sequence[Mapping[str
 
 
 def tool_turns_as_text(conversation: Conversation) -> list[dict[str, Any]]:
-    """The conversation without calls and results, which are text instead. Results that follow each other are one turn."""
+    """Write calls and results of a conversation as text. Consecutive results are one turn."""
     messages: list[dict[str, Any]] = []
     has_result = False
     """Whether the last message has results."""

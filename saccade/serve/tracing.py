@@ -1,10 +1,10 @@
-"""OpenTelemetry spans of requests, with the `gen_ai.*` names. Off unless an endpoint is configured; needs the extra `otel`.
+"""OpenTelemetry spans of requests, with the `gen_ai.*` names. They need an endpoint and the extra `otel`.
 
     chat MODEL                                  from arrival to the last byte
       preprocess | prefill | decode             its stages
 
-Spans are made when a request has ended, from the times its record has, so a running request pays nothing for them. They carry names and
-numbers, never content.
+Spans are made when a request has ended, from the times of its record, so they cost a running request nothing. They
+carry names and numbers, never content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPERATIONS = {
 
 
 def otlp_provider(endpoint: str) -> TracerProvider:
-    """A provider that sends spans in batches to an OTLP collector over HTTP, such as `http://collector:4318/v1/traces`."""
+    """Return a provider that sends batches of spans to an OTLP collector, such as `http://collector:4318/v1/traces`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -73,7 +73,7 @@ class RequestTracer:
         span.end(clock.ns(record.ended_at))
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _attributes(self, record: RequestRecord) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class RequestTracer:
 
 
 def _stages(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """Name, start and end of each stage that the request has passed, in seconds since it arrived."""
+    """Return the name, start and end of each stage of the request, in seconds since it arrived."""
     first, prepared = record.first_token_s, record.preprocess_s
     stages = []
     if prepared is not None:

@@ -1,1 +1,1 @@
-"""Load on a server with OpenAI's chat API, ours or another one, and its latencies: `saccade bench serve URL`. Start at `loops.py`."""
+"""`saccade bench serve URL`: load on a server with OpenAI's chat API, and its latencies. Start at `loops.py`."""

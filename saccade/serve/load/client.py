@@ -1,6 +1,6 @@
-"""A client of OpenAI's chat API that measures: one streamed request, with the time of every chunk.
+"""Send one streamed request to OpenAI's chat API, and note the time of every chunk.
 
-Chunks are searched, not parsed: JSON of 256 streams would keep a core busy. Only the last events (usage, errors) are decoded.
+Chunks are searched, not parsed: the JSON of 256 streams would keep a core busy. Only the last events are decoded.
 """
 
 import json
@@ -18,11 +18,11 @@ _FINISH = re.compile(rb'"finish_reason":\s*"')
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are `time.perf_counter` seconds."""
+    """Outcome of one request. Times are `time.perf_counter` seconds."""
 
     started_at: float
     status: int = 0
-    """Of the HTTP response; 0: none."""
+    """Status of the HTTP response; 0: there was none."""
     error: str | None = None
     """Why it failed: a typed code, `http STATUS`, or the name of a connection error."""
     chunk_times: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def is_success(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the whole answer arrived."""
         return self.error is None
 
     @property
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def open_session(api_key: str | None = None, timeout_s: float = 3600.0) -> aiohttp.ClientSession:
-    """A session without a limit on connections."""
+    """Open a session without a limit on connections."""
     headers = {"content-type": "application/json"}
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
@@ -78,7 +78,7 @@ def open_session(api_key: str | None = None, timeout_s: float = 3600.0) -> aioht
 
 
 async def stream_chat(session: aiohttp.ClientSession, url: str, body: bytes) -> Outcome:
-    """Send a chat request with `stream` and read the answer to its end. Never raises on what a server does."""
+    """Send a chat request with `stream` and read the answer to its end. Nothing that a server does raises."""
     outcome = Outcome(time.perf_counter())
     try:
         async with session.post(f"{url}/v1/chat/completions", data=body) as response:
@@ -112,7 +112,7 @@ def _count(event: bytes, outcome: Outcome, now: float) -> None:
         outcome.chunk_times.append(now)
     if is_last:
         outcome.num_finished += 1
-        outcome.chunk_times = outcome.chunk_times or [now]  # all its tokens are without text
+        outcome.chunk_times = outcome.chunk_times or [now]  # none of its tokens has text
     if b"[DONE]" in event[:16]:
         outcome.num_endings += 1
     elif b'"usage":' in event and b'"usage":null' not in event and b'"usage": null' not in event:
@@ -132,14 +132,14 @@ def _decoded(event: bytes) -> Mapping[str, Any]:
 
 
 def _error_code(body: bytes, status: int) -> str:
-    """The typed code of an error, or the status."""
+    """Return the typed code of an error, or the status."""
     error = _decoded(body).get("error")
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) else f"http {status}"
 
 
 async def find_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Name of the first model that the server lists."""
+    """Return the name of the first model that the server lists."""
     async with session.get(f"{url}/v1/models") as response:
         response.raise_for_status()
         return str((await response.json())["data"][0]["id"])

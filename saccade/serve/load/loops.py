@@ -27,7 +27,7 @@ Wait = Callable[[], object]
 async def closed_loop(
     session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], concurrency: int
 ) -> list[Outcome]:
-    """So many clients, each with one request at a time."""
+    """Send the bodies from `concurrency` clients, each with one request at a time."""
     waiting, outcomes = iter(bodies), []
 
     async def client() -> None:
@@ -41,7 +41,7 @@ async def closed_loop(
 async def open_loop(
     session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], rate: float, seed: int = 0
 ) -> list[Outcome]:
-    """Poisson arrivals, whatever the server does."""
+    """Send the bodies at random times (Poisson), however slow the server is."""
     rng, start, at, tasks = random.Random(seed), time.perf_counter(), 0.0, []  # noqa: S311  arrival times
     for body in bodies:
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
@@ -54,7 +54,7 @@ def run(
     url: str, loads: Sequence[Load], workload: Workload, *, model: str | None = None, api_key: str | None = None,
     num_warmup: int = 2, num_processes: int = 1, on_result: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Run one load after the other; unique images are new in each. A process of clients reads about 40,000 chunks per second."""
+    """Run one load after the other, each with new images. A process of clients reads about 40,000 chunks per second."""
     model = run_loop(_warm_up(url, model, api_key, replace(workload, num_requests=num_warmup, seed=-1)))
     results = []
     for number, load in enumerate(loads):
@@ -69,7 +69,7 @@ def run(
 
 
 def run_loop(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
-    """Run it in uvloop, if it is installed: it takes two thirds of the time."""
+    """Run a coroutine in uvloop, if it is installed, which takes two thirds of the time."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -88,7 +88,10 @@ async def _warm_up(url: str, model: str | None, api_key: str | None, workload: W
 def _clients(
     url: str, load: Load, workload: Workload, model: str, api_key: str | None, share: Share, wait: Wait
 ) -> tuple[list[Outcome], float]:
-    """A share of the clients: make the bodies, `wait` for the others, send; returns the outcomes and the time of the start."""
+    """Run a share of the clients: make the bodies, `wait` for the others, send.
+
+    Returns outcomes and the time of the start.
+    """
     bodies = workload.bodies(model, share)
     wait()
     start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What a load has measured, by the names that the benchmark tools of vLLM and SGLang print.
+"""Summarize what a load has measured, under the names that the benchmark tools of vLLM and SGLang print.
 
-TTFT counts from sending the request; TPOT is the time after the first token over the number of the others; ITL is the time between two
-chunks of one stream; E2EL is the time to the last byte.
+TTFT counts from sending the request; TPOT is the time after the first token divided by the number of the others; ITL is
+the time between two chunks of one stream; E2EL is the time to the last byte.
 """
 
 import math
@@ -27,12 +27,12 @@ class Load:
     seconds: float | None = None
 
     def num_requests(self, default: int) -> int:
-        """Requests of the run."""
+        """Return the number of requests of the run."""
         return default if self.rate is None or self.seconds is None else max(1, round(self.rate * self.seconds))
 
 
 def summarize(outcomes: Sequence[Outcome], duration_s: float, load: Load) -> dict[str, Any]:
-    """The numbers that vLLM's and SGLang's tools report, by their names."""
+    """Return the numbers that the tools of vLLM and SGLang report, by their names."""
     good = [outcome for outcome in outcomes if outcome.is_success]
     num_input, num_output = sum(one.num_prompt_tokens for one in good), sum(one.num_output_tokens for one in good)
     events = sorted([(one.started_at, 1) for one in outcomes] + [(one.ended_at, -1) for one in outcomes])
@@ -80,7 +80,7 @@ _LATENCIES = (
 
 
 def result_block(result: dict[str, Any]) -> str:
-    """The result as a block of text."""
+    """Write the result as a block of text."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),

@@ -1,7 +1,8 @@
 """The requests of a load: streamed chat completions about random words and an image.
 
-The answer has `num_output` tokens, greedy. `unique`: every request has an image of its own; `repeated`: all have the same; `mixed`: sizes
-drawn from `SHAPES`, every fourth request the image of an earlier one, every eighth none.
+The answer has `num_output` tokens, greedy. Images are `unique` (a new one for every request), `repeated` (one for all),
+`mixed` (sizes are drawn from `SHAPES`, every fourth request has the image of an earlier one, every eighth none) or
+`none`.
 """
 
 import base64
@@ -46,7 +47,7 @@ class Share:
     count: int
 
     def part_of(self, total: int) -> int:
-        """This part of a number."""
+        """Return this part of a number."""
         return total // self.count + (self.index < total % self.count)
 
 
@@ -73,13 +74,13 @@ class Workload:
     """Whether answers continue after the end of turn."""
 
     def bodies(self, model: str, share: Share = ALL) -> list[bytes]:
-        """JSON of the requests, or of a share of them."""
+        """Return the JSON of the requests, or of a share of them."""
         numbers = range(share.index, self.num_requests, share.count)
         with ThreadPoolExecutor() as threads:
             return list(threads.map(lambda number: self.body(number, model), numbers))
 
     def body(self, number: int, model: str) -> bytes:
-        """JSON of one request."""
+        """Return the JSON of one request."""
         rng = random.Random(f"{self.seed} {number}")  # noqa: S311  words of a prompt
         content: list[dict[str, Any]] = [{"type": "text", "text": " ".join(rng.choices(_WORDS, k=self.num_words))}]
         if (image := self._image(number)) is not None:
@@ -105,7 +106,7 @@ class Workload:
 
 
 def data_url(height: int, width: int, seed: str) -> str:
-    """A JPEG of coarse and fine noise, about as large as a photograph of its size."""
+    """Return a JPEG of coarse and fine noise, with about as many bytes as a photograph of its size."""
     rng = np.random.default_rng(list(seed.encode()))
     coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC

@@ -37,7 +37,7 @@ class ImageUrl(Wire):
     """An image as a data URL."""
 
     url: str
-    """data:image/png;base64,..."""
+    """A data URL, such as data:image/png;base64,..."""
     detail: Literal["auto", "low", "high", "original"] | None = None
     """No effect: images are always processed as the checkpoint says. Send a smaller image for fewer tokens."""
 
@@ -55,7 +55,7 @@ class VideoUrl(Wire):
     """A video file as a data URL."""
 
     url: str
-    """data:video/mp4;base64,..."""
+    """A data URL, such as data:video/mp4;base64,..."""
 
 
 class VideoUrlPart(Wire):
@@ -77,7 +77,7 @@ class VideoFramesPart(Wire):
     video: Annotated[Items[str], Field(min_length=1)]
     """Frames as data URLs of images, all of one size."""
     fps: Fps | None = None
-    """Frames per second they were taken at. Default 2."""
+    """Frames per second of the frames. Default 2."""
 
 
 ContentPart = Annotated[TextPart | ImagePart | VideoUrlPart | VideoFramesPart, Field(discriminator="type")]
@@ -132,7 +132,7 @@ class ToolCall(Wire):
     """A call of a tool."""
 
     id: str
-    """To be repeated with the result."""
+    """Id of the call, which its result repeats."""
     type: Literal["function"]
     """function"""
     function: CalledFunction
@@ -171,7 +171,7 @@ class ToolMessage(_Message):
     content: TextContent
     """The result."""
     tool_call_id: str
-    """Which call it answers."""
+    """Id of the call that it answers."""
 
 
 Message = Annotated[
@@ -214,7 +214,7 @@ class ChosenTool(Wire):
     type: Literal["function"]
     """function"""
     function: ChosenFunction
-    """Which one."""
+    """The function."""
 
 
 class TextFormat(Wire):
@@ -235,9 +235,9 @@ class JsonSchema(Wire):
     """A JSON schema with a name."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """For people."""
+    """Name of the schema."""
     description: str | None = None
-    """For people."""
+    """Description of the schema."""
     schema_: JsonObject = Field(alias="schema")
     """The schema. It is always followed strictly."""
     strict: bool | None = None
@@ -270,9 +270,10 @@ class ChatRequest(SamplingFields, NeutralFields):
     logprobs: bool | None = None
     """Return the log-probability of each output token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And of this many most likely tokens; only with `logprobs`."""
+    """Return the log-probabilities of this many most likely tokens too; only with `logprobs`."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and with `n` 1."""
+    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and
+    with `n` 1."""
     response_format: ResponseFormat | None = None
     """The form of the answer."""
     continue_final_message: bool | None = None
@@ -280,7 +281,7 @@ class ChatRequest(SamplingFields, NeutralFields):
     add_generation_prompt: bool | None = None
     """Must be the opposite of continue_final_message, if given."""
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    """Output is text."""
+    """Kinds of output: text alone."""
     tools: Annotated[Items[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
@@ -317,7 +318,7 @@ class ChoiceLogprobs(Wire):
     """Log-probabilities of a choice."""
 
     content: list[TokenLogprob]
-    """Of each token."""
+    """Log-probabilities of each token."""
     refusal: None
     """Always null."""
 
@@ -343,7 +344,7 @@ class ChatChoice(Wire):
     message: AnswerMessage
     """The answer."""
     logprobs: ChoiceLogprobs | None
-    """If requested."""
+    """Log-probabilities, if requested."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     """Why it ended."""
 
@@ -352,20 +353,20 @@ class ChatCompletion(Wire):
     """An answer to a conversation."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
     object: Literal["chat.completion"]
     """chat.completion"""
     created: int
-    """Unix time."""
+    """Unix time of the answer."""
     model: str
     """Name of the model."""
     choices: list[ChatChoice]
-    """One per completion."""
+    """Completions."""
     usage: Usage
-    """Tokens."""
+    """Tokens of the request."""
     system_fingerprint: str
-    """Changes with the model and the version of the server."""
+    """A fingerprint that changes with the model and the version of the server."""
     service_tier: None
     """Always null."""
     prompt_logprobs: PromptLogprobs | None = None
-    """If requested."""
+    """Log-probabilities of the prompt, if requested."""

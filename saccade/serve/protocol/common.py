@@ -10,7 +10,7 @@ from saccade.engine.sampling_params import MAX_BIASED_TOKENS, MAX_COMPLETIONS, M
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
-"""A list in a request. Validation stops at its first bad entry: an error for each of ten million would take minutes."""
+"""A list in a request. Validation stops at its first bad entry: millions of errors would take minutes."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
@@ -35,8 +35,10 @@ class Wire(BaseModel):
 
 
 class Earlier(Wire):
-    """A part of an earlier turn. Clients send back what they made of an answer: fields that are not ours are given to the chat template
-    if it reads them, else dropped."""
+    """A part of an earlier turn, as a client sends it back.
+
+    Fields beyond those of the API are given to the chat template if it reads them, else dropped.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -56,7 +58,7 @@ class StructuredOutputs(Wire):
     """The form of the output. Set one field."""
 
     json_: JsonObject | str | None = Field(None, alias="json")
-    """JSON of this schema."""
+    """JSON that follows this schema."""
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
@@ -71,7 +73,7 @@ class SamplingFields(Wire):
     """Sampling parameters of every endpoint that generates text."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0: greedy. Default 1."""
+    """Sampling temperature; 0: greedy. Default 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample among the most likely tokens of this total probability. Default 1."""
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
@@ -79,7 +81,7 @@ class SamplingFields(Wire):
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the output; they are not part of it."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    """Same seed and prompt, same output."""
+    """Seed of sampling: the same seed and prompt give the same output."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -89,11 +91,11 @@ class SamplingFields(Wire):
     stream: bool | None = None
     """Send the output as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """Only with `stream`."""
+    """Options of a streamed answer; only with `stream`."""
     user: Annotated[str, Field(max_length=256)] | None = None
     """An identifier of the end user; it is written to the request log."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    """Lower is scheduled earlier. Default 0."""
+    """Priority; lower is scheduled earlier. Default 0."""
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     """Sample among the k most likely tokens; -1 or 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -128,7 +130,7 @@ class NeutralFields(Wire):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """No effect: prefixes are cached as long as memory allows."""
     prompt_cache_options: JsonObject | None = None
-    """No effect, for the same reason."""
+    """No effect: prefixes are cached without it."""
 
 
 UNSUPPORTED = {
@@ -169,14 +171,14 @@ class PromptLogprob(Wire):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; the prompt's own token comes first. null for the first token, which nothing precedes."""
+"""Entries by token id, the prompt's own token first; null for the first token, which nothing precedes."""
 
 
 class PromptTokensDetails(Wire):
     """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Found in the prefix cache."""
+    """Tokens found in the prefix cache."""
 
 
 class Usage(Wire):
@@ -189,20 +191,20 @@ class Usage(Wire):
     total_tokens: int
     """Their sum."""
     prompt_tokens_details: PromptTokensDetails
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
 
 class ErrorDetail(Wire):
     """What went wrong."""
 
     message: str
-    """For people."""
+    """Message for people."""
     type: str
-    """The class of the error, as OpenAI names it."""
+    """Class of the error, as OpenAI names it."""
     param: str | None
     """The field it is about."""
     code: str
-    """For programs."""
+    """Code for programs."""
 
 
 class ErrorBody(Wire):

@@ -25,17 +25,19 @@ class CompletionRequest(SamplingFields):
         | TokenIds
         | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_COMPLETIONS)]
     )
-    """Text, token ids, or a list of either. Text is continued as it is, without a chat template; it never becomes control tokens."""
+    """Text, token ids, or a list of either. Text is continued as it is, without a chat template; it never becomes
+    control tokens."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Maximum output tokens. Default 16."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return log-probabilities of each output token and of this many most likely ones."""
     echo: bool | None = None
-    """Repeat the prompt before the completion; with `logprobs` those of its tokens too. Without `stream`."""
+    """Repeat the prompt before the completion, with the log-probabilities of both if requested. Without `stream`."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and with `n` 1."""
+    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and
+    with `n` 1."""
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    """One candidate per completion."""
+    """Candidates per completion: one."""
     suffix: None = None
     """Not supported."""
     response_format: ResponseFormat | None = None
@@ -48,7 +50,7 @@ class CompletionLogprobs(Wire):
     tokens: list[str]
     """Text of each token."""
     token_logprobs: list[float | None]
-    """Of each token; null for the first token of a repeated prompt."""
+    """Log-probability of each token; null for the first token of a repeated prompt."""
     top_logprobs: list[dict[str, float] | None]
     """The most likely tokens at each position, by text."""
     text_offset: list[int]
@@ -59,31 +61,31 @@ class CompletionChoice(Wire):
     """One completion."""
 
     index: int
-    """Its number: those of the first prompt come first."""
+    """Number of the completion; those of the first prompt come first."""
     text: str
     """The text."""
     logprobs: CompletionLogprobs | None
-    """If requested."""
+    """Log-probabilities, if requested."""
     finish_reason: Literal["stop", "length"]
     """Why it ended."""
     prompt_logprobs: PromptLogprobs | None = None
-    """If requested."""
+    """Log-probabilities of the prompt, if requested."""
 
 
 class TextCompletion(Wire):
     """Completions of a text."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
     object: Literal["text_completion"]
     """text_completion"""
     created: int
-    """Unix time."""
+    """Unix time of the answer."""
     model: str
     """Name of the model."""
     choices: list[CompletionChoice]
-    """One per completion."""
+    """Completions."""
     usage: Usage
-    """Tokens."""
+    """Tokens of the request."""
     system_fingerprint: str
-    """Changes with the model and the version of the server."""
+    """A fingerprint that changes with the model and the version of the server."""

@@ -26,6 +26,6 @@ class HistoryOfMetrics(Wire):
     values: dict[str, list[float | None]]
     """Gauges, and totals of counters; null while the server does not have them."""
     increases: dict[str, list[float | None]]
-    """By how much counters grew since the previous sample."""
+    """What counters gained since the previous sample."""
     histograms: dict[str, RecordedHistogram]
     """Observations since the previous sample."""

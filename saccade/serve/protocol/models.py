@@ -21,7 +21,7 @@ class ServedModel(Wire):
     max_model_len: int | None
     """Maximum tokens of prompt and output together; null while the model is being loaded."""
     parent: str | None
-    """Of a LoRA adapter, the model it adapts; null for that model itself."""
+    """The model that a LoRA adapter adapts; null for that model itself."""
 
 
 class ModelList(Wire):

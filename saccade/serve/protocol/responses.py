@@ -86,11 +86,11 @@ class NamedSchema(Wire):
     type: Literal["json_schema"]
     """json_schema"""
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """For people."""
+    """Name of the schema."""
     schema_: JsonObject = Field(alias="schema")
     """The schema. It is always followed strictly."""
     description: str | None = None
-    """For people."""
+    """Description of the schema."""
     strict: bool | None = None
     """The schema is always followed strictly."""
 
@@ -137,15 +137,15 @@ class ResponsesRequest(NeutralFields):
     stream: bool | None = None
     """Send the answer as server-sent events while it is generated."""
     stream_options: ResponseStreamOptions | None = None
-    """The usage is always part of the last event."""
+    """Options of a streamed answer. The usage is always part of the last event."""
     user: Annotated[str, Field(max_length=256)] | None = None
     """An identifier of the end user; it is written to the request log."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Lower is scheduled earlier. Default 0."""
     background: OnlyFalse | None = None
-    """The answer is sent on this connection."""
+    """Only false: the answer is sent on this connection."""
     truncation: Literal["disabled"] | None = None
-    """A conversation that does not fit is refused."""
+    """Only disabled: a conversation that does not fit is refused."""
     parallel_tool_calls: bool | None = None
     """There are no tools."""
     include: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -189,7 +189,7 @@ class AnswerItem(Wire):
     type: Literal["message"]
     """message"""
     id: str
-    """Of the message."""
+    """Id of the message."""
     status: Literal["completed", "incomplete"]
     """Whether it is whole."""
     role: Literal["assistant"]
@@ -206,16 +206,16 @@ class IncompleteDetails(Wire):
 
 
 class InputTokensDetails(Wire):
-    """Of the input tokens."""
+    """Details of the input tokens."""
 
     cached_tokens: int
-    """Found in the prefix cache."""
+    """Tokens found in the prefix cache."""
     cache_write_tokens: int
     """Always 0: writing costs nothing."""
 
 
 class OutputTokensDetails(Wire):
-    """Of the output tokens."""
+    """Details of the output tokens."""
 
     reasoning_tokens: int
     """Always 0."""
@@ -225,13 +225,13 @@ class ResponsesUsage(Wire):
     """Tokens of a request."""
 
     input_tokens: int
-    """Of the input, images included."""
+    """Tokens of the input, images included."""
     input_tokens_details: InputTokensDetails
-    """Of these."""
+    """Details of the input tokens."""
     output_tokens: int
-    """Of the answer."""
+    """Tokens of the answer."""
     output_tokens_details: OutputTokensDetails
-    """Of these."""
+    """Details of the output tokens."""
     total_tokens: int
     """Their sum."""
 
@@ -240,7 +240,7 @@ class ResponsesAnswer(Wire):
     """An answer."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
     object: Literal["response"]
     """response"""
     created_at: int

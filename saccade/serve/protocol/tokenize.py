@@ -43,11 +43,11 @@ class TokenizeResponse(Wire):
     """Tokens of a prompt."""
 
     count: int
-    """How many."""
+    """Number of tokens."""
     max_model_len: int
     """Maximum tokens of prompt and output together."""
     tokens: list[int]
-    """Their ids; an image is its placeholder, repeated."""
+    """Token ids; an image is its placeholder, repeated."""
 
 
 class DetokenizeRequest(Wire):
@@ -63,4 +63,4 @@ class DetokenizeResponse(Wire):
     """Text of tokens."""
 
     prompt: str
-    """The text, control tokens spelled out."""
+    """The text, with control tokens spelled out."""

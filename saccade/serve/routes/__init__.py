@@ -1,1 +1,1 @@
-"""Endpoints, one per file. Each has a function that makes its router; `app.py` lists them."""
+"""Endpoints, one per file. Each has a function `router`; `app.py` lists them."""

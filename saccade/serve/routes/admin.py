@@ -1,4 +1,4 @@
-"""Admin routes, on a port of their own: status, log level, drain, caches, adapters, a profile of the live core."""
+"""Admin routes, on the admin port: status, log level, drain, caches, adapters, a profile of the live core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LogLevel(Wire):
     """The least severe messages that are logged."""
 
     level: Literal["debug", "info", "warning", "error"]
-    """Their level."""
+    """Level of these messages."""
 
 
 class ProfileRequest(Wire):
@@ -49,14 +49,14 @@ class AdapterRequest(Wire):
 
 
 class Done(Wire):
-    """What the server does now."""
+    """Answer to an action."""
 
     status: str
-    """Its state."""
+    """State of the server."""
 
 
 def router(service: Service) -> APIRouter:
-    """All admin routes."""
+    """Return all admin routes."""
     routes = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
     profiling = asyncio.Lock()
 
@@ -120,7 +120,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _change_adapters(change: Callable[[], None]) -> None:
-    """Load or remove an adapter, off the event loop."""
+    """Load or remove an adapter, in a thread."""
     try:
         await asyncio.to_thread(change)
     except UserError as error:

@@ -37,7 +37,7 @@ from saccade.serve.tool_prompt import with_tools_described
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Return the endpoint."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
 
     @routes.post(
@@ -58,7 +58,7 @@ def router(service: Service) -> APIRouter:
 async def _start(
     service: Service, body: ChatRequest, request: Request, adapter: str | None
 ) -> tuple[Generation, frozenset[str]]:
-    """Check what the schema cannot, and hand the request to the engine; returns the names of tools it may call too."""
+    """Check what the schema cannot, and submit the request; return the names of the tools that it may call too."""
     if len(body.messages) > service.config.max_messages:
         raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
@@ -87,8 +87,8 @@ async def _start(
     if tools is not None and not knows_tools(service.processor.template, service.config.tool_call_format):
         if body.tool_choice in (None, "auto"):
             raise bad_request(
-                "the model's chat template has no tool calls in a format that this server reads. Set tool_choice to required or a function, "
-                "or have the operator serve it with --chat-template FILE",
+                "the model's chat template has no tool calls in a format that this server reads. Set tool_choice to "
+                "required or a function, or have the operator serve it with --chat-template FILE",
                 param="tools",
                 code="unsupported_parameter",
             )
@@ -110,7 +110,7 @@ async def _start(
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:
-    """The tools that the model sees, and the form they give to the output."""
+    """Return the tools that the model sees, and the form they give to the output."""
     tools = None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools]
     choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
     try:
@@ -140,7 +140,7 @@ class _ChatWriter(ChoicesWriter):
         self._choices = [_ChoiceStream(self, chunk, index) for index in range(len(generation.completions))]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         scored = completions[0].prompt_logprobs
         extra = {} if scored is None else {"prompt_logprobs": prompt_logprobs(scored, self._processor)}
         return self.fields | {
@@ -171,19 +171,19 @@ class _ChatWriter(ChoicesWriter):
     # -------------------------------------------------------------- streamed
 
     def first_chunk(self) -> bytes:
-        """The role of every choice."""
+        """Return the chunks with the role of every choice."""
         return b"".join([choice.first() for choice in self._choices])
 
     def events(self, deltas: Sequence[ChoiceDelta], usage: dict[str, int] | None) -> list[bytes]:
-        """The events of new deltas. Deltas of a completion that arrived together are one event."""
+        """Return the events of new deltas. Deltas of a completion that arrived together are one event."""
         return [one for index, own in _by_choice(deltas) for one in self._choices[index].events(own, usage)]
 
     def parser(self) -> ToolCallParser | None:
-        """Finds tool calls in the text of one completion, if there may be any."""
+        """Return a parser of the calls of one completion, or None if there can be none."""
         return ToolCallParser(self._tool_names) if self._tool_names else None
 
     def delta_logprobs(self, deltas: Sequence[CompletionDelta]) -> dict[str, Any] | None:
-        """Log-probabilities of new tokens, if requested."""
+        """Return the log-probabilities of new tokens, if requested."""
         logprobs = [one for delta in deltas for one in delta.logprobs] if self._body.logprobs else []
         return self._logprobs(logprobs) if logprobs else None
 
@@ -196,11 +196,11 @@ class _ChoiceStream:
         self._parser = answer.parser()
 
     def first(self) -> bytes:
-        """The role."""
+        """Return the chunk with the role."""
         return self._chunk.first(self._index)
 
     def events(self, deltas: Sequence[CompletionDelta], usage: dict[str, int] | None) -> Iterator[bytes]:
-        """Text, tool calls, and the end."""
+        """Yield text, tool calls, and the end."""
         text, completion = "".join([delta.text for delta in deltas]), deltas[-1].completion
         calls: list[ToolCallDelta] = []
         if self._parser is not None:
@@ -231,7 +231,7 @@ def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _by_choice(deltas: Sequence[ChoiceDelta]) -> list[tuple[int, list[CompletionDelta]]]:
-    """New deltas of each completion, in order."""
+    """Group new deltas by completion, in order."""
     if len(deltas) == 1:  # almost always
         return [(deltas[0].number, [deltas[0].delta])]
     found: dict[int, list[CompletionDelta]] = {}
@@ -241,7 +241,7 @@ def _by_choice(deltas: Sequence[ChoiceDelta]) -> list[tuple[int, list[Completion
 
 
 class _ChunkWriter:
-    """Writes the chunks of one answer. What is the same in all of them is encoded once: this runs for every token."""
+    """Writes the chunks of one answer. It runs for every token, so what all chunks share is encoded once."""
 
     def __init__(self, fields: dict[str, Any], *, has_usage: bool) -> None:
         self._start = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":[{"index":'
@@ -266,15 +266,15 @@ class _ChunkWriter:
         )
 
     def first(self, index: int) -> bytes:
-        """The chunk with the role."""
+        """Write the chunk with the role."""
         return self._write(index, b'{"role":"assistant","content":""}', None, None, None)
 
     def text(self, index: int, text: str, logprobs: Any, usage: dict[str, int] | None) -> bytes:
-        """A chunk with text."""
+        """Write a chunk with text."""
         return self._write(index, b'{"content":' + orjson.dumps(text) + b"}", logprobs, None, usage)
 
     def tool_calls(self, index: int, calls: Sequence[ToolCallDelta], usage: dict[str, int] | None) -> bytes:
-        """A chunk with new calls, or more of their arguments."""
+        """Write a chunk with new calls, or more of their arguments."""
         deltas = [
             {"index": call.index}
             | (
@@ -287,5 +287,5 @@ class _ChunkWriter:
         return self._write(index, b'{"tool_calls":' + orjson.dumps(deltas) + b"}", None, None, usage)
 
     def last(self, index: int, finish_reason: str, usage: dict[str, int] | None) -> bytes:
-        """The chunk with the finish reason."""
+        """Write the chunk with the finish reason."""
         return self._write(index, b"{}", None, finish_reason, usage)

@@ -22,11 +22,11 @@ from saccade.serve.service import PromptInput, Service, text_input
 from saccade.serve.sse import event
 
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Return the endpoint."""
     routes = APIRouter(tags=["completions"], route_class=JsonRoute)
 
     @routes.post(
@@ -50,7 +50,8 @@ def router(service: Service) -> APIRouter:
         prompts = _prompts(body)
         if len(prompts) * len(samplings) > service.config.max_completions:
             raise bad_request(
-                f"{len(prompts)} prompts with n {len(samplings)}: a request may have {service.config.max_completions} completions",
+                f"{len(prompts)} prompts with n {len(samplings)}: a request may have "
+                f"{service.config.max_completions} completions",
                 param="prompt",
             )
         request.state.record.user = body.user
@@ -71,7 +72,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Likely tokens to report in place of each token of the prompt; None: no log-probabilities."""
+    """Return how many likely tokens to report for each token of the prompt; None: no log-probabilities."""
     if body.echo and body.stream:
         raise bad_request("echo needs stream false", param="stream")
     asked = [number for number in (body.prompt_logprobs, body.logprobs if body.echo else None) if number is not None]
@@ -79,7 +80,7 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts, from any of the four forms."""
+    """Return the prompts, from any of the four forms."""
     prompt = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
@@ -108,7 +109,7 @@ class _CompletionWriter(ChoicesWriter):
         """Characters of the tokens that were sent, of each completion."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         choices = [self._whole_choice(index, one) for index, one in enumerate(completions)]
         return self.fields | {"choices": choices, "usage": self.usage()}
 
@@ -136,7 +137,7 @@ class _CompletionWriter(ChoicesWriter):
         }
 
     def events(self, deltas: Sequence[ChoiceDelta], usage: dict[str, int] | None) -> list[bytes]:
-        """An event for every delta with new tokens or an end."""
+        """Return an event for every delta with new tokens or an end."""
         events, fields = [], self._chunk_fields | ({} if usage is None else {"usage": usage})
         for index, delta in deltas:
             if delta.completion is not None and (error := error_of(delta.completion)) is not None:

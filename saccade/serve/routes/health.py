@@ -15,11 +15,11 @@ class Health(Wire):
     """Whether the server can do its work."""
 
     status: Literal["ok", "ready", "loading", "restarting", "draining", "failed", "stopped"]
-    """What it does now."""
+    """State of the server."""
 
 
 def router(service: Service) -> APIRouter:
-    """Both endpoints. They need no key."""
+    """Return both endpoints. They need no key."""
     routes = APIRouter(tags=["health"])
 
     @routes.get("/health", response_model=Health, summary="Whether the process is alive")

@@ -1,5 +1,7 @@
-"""`/metrics`: counters, gauges and histograms for Prometheus. `/metrics/history`: the last half hour of some of them, for the status view of
-the page. Both need a key like the API does."""
+"""`/metrics`: counters, gauges and histograms for Prometheus. `/metrics/history`: the last half hour of some of them.
+
+The status view of the page shows the history. Both need a key, like the API.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _PAGE: dict[int | str, dict[str, Any]] = {
 
 
 def router(service: Service) -> APIRouter:
-    """The metrics page and the history."""
+    """Return the metrics page and the history."""
     routes = APIRouter(tags=["metrics"])
 
     @routes.get(
@@ -36,7 +38,7 @@ def router(service: Service) -> APIRouter:
         summary="Recent metrics, as the status view of the page shows them",
     )
     async def history(after: float = 0.0) -> Response:
-        """Samples taken later than the Unix time `after`."""
+        """Return the samples later than the Unix time `after`."""
         content = {"started_at": service.created, **service.history.since(after)}
         return Response(orjson.dumps(content), media_type="application/json")
 

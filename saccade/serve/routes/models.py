@@ -13,7 +13,7 @@ from saccade.serve.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The list, and one entry by name."""
+    """Return the list, and one entry by name."""
     routes = APIRouter(tags=["models"])
 
     def model(adapter: str | None = None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`/`: the page to talk to the model, and its files. Static, without a key; the page itself asks for one.
 
-Its policy allows nothing but the server's own files: no inline script or style, no other host, no HTML made of strings.
+Its policy allows the server's own files only: no inline script or style, no other host, no HTML made of strings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PATHS = frozenset({"/", _LIMITS, *(f"/page/{name}" for name in _FILES)})
 
 
 def router(max_body_bytes: int) -> APIRouter:
-    """The page, its files, and the limit that it checks before it uploads a video."""
+    """Return the page, its files, and the limit that it checks before it uploads a video."""
     routes = APIRouter(include_in_schema=False)
     limits = orjson.dumps({"max_body_bytes": max_body_bytes})
 

@@ -26,7 +26,7 @@ from saccade.serve.sse import event
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Return the endpoint."""
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
 
     @routes.post(
@@ -69,7 +69,7 @@ async def _start(service: Service, body: ResponsesRequest, request: Request, ada
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
-    """The form of the answer as the chat endpoint has it."""
+    """Return the form of the answer as the chat endpoint has it."""
     form = None if body.text is None else body.text.format
     if isinstance(form, NamedSchema):
         return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(name=form.name, schema=form.schema_))
@@ -135,7 +135,7 @@ class _ResponsesWriter(AnswerWriter):
         }
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the whole answer."""
         [completion] = completions
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         return self._fields | {
@@ -156,7 +156,7 @@ class _ResponsesWriter(AnswerWriter):
         return event(orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **fields}), kind)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         item, part = {"output_index": 0}, {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield b"".join(
             [

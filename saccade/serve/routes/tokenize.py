@@ -24,7 +24,7 @@ from saccade.serve.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """Both endpoints."""
+    """Return both endpoints."""
     routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=TokenizeResponse, responses=GENERATION_ERRORS, summary="Text to tokens")
