@@ -38,7 +38,7 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message ?? message;
   } catch {
-    // not JSON: the status has to do
+    // the body is not JSON: only the status is known
   }
   return new RequestFailure(message, response.status, response.headers.get("Retry-After"));
 }

@@ -28,7 +28,7 @@ function showView() {
   showStatus(isStatus);
 }
 
-/** Show the conversation that `change` leads to, without what was attached to another. */
+/** Show the conversation that `change` opens, without files that were attached to another one. */
 async function switchChat(change) {
   clearComposer();
   location.hash = "#chat";
@@ -57,7 +57,7 @@ async function connect() {
   }
 }
 
-/** A name, or a choice of several. What was chosen stays chosen while it is served. */
+/** A name, or a choice of several. The chosen model stays chosen while it is served. */
 function showModels(names) {
   const choice = find("model-choice");
   const chosen = names.includes(choice.value) ? choice.value : names[0];

@@ -13,7 +13,7 @@ export function setUpAttachments(onProblem) {
   const add = (files) => addFiles([...files], onProblem);
   find("files").addEventListener("change", (event) => {
     add(event.target.files);
-    event.target.value = ""; // empties the list of files too: it was copied
+    event.target.value = ""; // this empties the list of files as well, which was copied
   });
   document.addEventListener("paste", (event) => {
     if (event.clipboardData?.files.length) {
@@ -42,7 +42,7 @@ function setUpDropping(add) {
   });
 }
 
-/** Read files one after another, after those that were added before. What is cleared meanwhile is not attached. */
+/** Read files one after another, after those that were added before. Files that are cleared meanwhile are not attached. */
 function addFiles(files, onProblem) {
   const added = round;
   reading = reading.then(async () => {

@@ -1,4 +1,4 @@
-// The conversation: what was said, shown, sent and kept.
+// The conversation: its messages, how they are shown, sent and stored.
 
 import { maxBodyBytes, streamChat } from "./api.js";
 import { announce, find } from "./dom.js";
@@ -36,7 +36,7 @@ export async function setUpChat(given) {
     () => {},
   );
   const found = recall(OPEN) && (await history.load(recall(OPEN)));
-  if (found && !conversation.messages.length) show(found); // unless a question was quicker
+  if (found && !conversation.messages.length) show(found); // unless a question came first
 }
 
 export const setModel = (name) => {
@@ -45,7 +45,7 @@ export const setModel = (name) => {
 export const isBusy = () => running !== null;
 export const current = () => conversation;
 
-/** Stop the answer in progress; what has come of it stays. */
+/** Stop the answer in progress; the text so far stays. */
 export function stop() {
   running?.abort();
 }
@@ -201,7 +201,7 @@ async function answer(settings) {
     answerAgain(message);
 }
 
-/** Stream the answer into its message; returns the note that belongs under it. */
+/** Stream the answer into its message; returns the note to show under it. */
 async function receive(message, view, body, signal, onText) {
   const figures = new Figures();
   let finish = null;

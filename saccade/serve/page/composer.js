@@ -44,7 +44,7 @@ async function send() {
   }
 }
 
-/** Replace the text; the box is as high as it. */
+/** Replace the text; the box grows with it. */
 function write(text) {
   prompt.value = text;
   grow();

@@ -1,5 +1,5 @@
 // Conversations kept in this browser, in IndexedDB: texts in one store, images and videos in another. The key is never
-// part of them. Where the browser has no storage, nothing is kept and the page works without.
+// part of them. If the browser has no storage, nothing is kept and the page still works.
 
 import { Media } from "./media.js";
 import { dataUrls, turn } from "./request.js";
@@ -44,7 +44,7 @@ async function stores(mode) {
     transaction.oncomplete = resolve;
     transaction.onabort = () => reject(transaction.error);
   });
-  ended.catch(() => {}); // who awaits it sees the error
+  ended.catch(() => {}); // callers that await it see the error
   return { conversations: transaction.objectStore("conversations"), media: transaction.objectStore("media"), ended };
 }
 
@@ -67,11 +67,11 @@ export function setKept(isWanted) {
     if (isWanted) localStorage.removeItem(KEPT);
     else localStorage.setItem(KEPT, "no");
   } catch {
-    // no storage: nothing is kept anyway
+    // without storage nothing is kept
   }
 }
 
-/** What a conversation is called: its first words. */
+/** The title of a conversation: its first words. */
 export function titleOf({ messages }) {
   const first = messages.find(({ role }) => role === "user");
   const text = first?.text.trim().replace(/\s+/g, " ") || first?.media[0]?.name || "Empty chat";

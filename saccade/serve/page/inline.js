@@ -63,7 +63,7 @@ class Inline {
     return this.#nodes;
   }
 
-  /** Whether something other than plain text begins here; it is taken then. */
+  /** Whether something other than plain text begins here; if so, it is consumed. */
   #special(character) {
     switch (character) {
       case "\\":
@@ -270,7 +270,7 @@ class Inline {
   /** Turn pairs of delimiters above `bottom` of the stack into elements, inner pairs first; the others stay text. */
   #pairDelimiters(bottom) {
     const stack = this.#delimiters;
-    const floors = new Map(); // below these, an opener for such a closer was searched in vain
+    const floors = new Map(); // below these, no opener was found for a closer of this kind
     let at = bottom;
     while (at < stack.length) {
       const closer = stack[at];

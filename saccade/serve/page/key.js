@@ -3,7 +3,7 @@
 import { apiKey, modelNames } from "./api.js";
 import { find } from "./dom.js";
 
-const PRINTABLE = /^[!-~]+$/; // what a header can have
+const PRINTABLE = /^[!-~]+$/; // characters that a header may contain
 
 let asking = null;
 let onChange = () => {};

@@ -21,7 +21,7 @@ export function openLightbox(media) {
   find("lightbox").showModal();
 }
 
-/** 1 fits the image into the window. */
+/** Set the zoom; 1 fits the image into the window. */
 function setScale(wanted) {
   const pane = find("lightbox-pane");
   const centre = [
@@ -69,7 +69,7 @@ function setUpPane(pane) {
     { passive: false },
   );
   pane.addEventListener("pointerdown", (event) => {
-    if (event.pointerType === "touch") return; // scrolls by itself
+    if (event.pointerType === "touch") return; // touch scrolls without our help
     grabbed = { x: event.clientX + pane.scrollLeft, y: event.clientY + pane.scrollTop };
     hasMoved = false;
     pane.setPointerCapture(event.pointerId);

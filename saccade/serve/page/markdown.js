@@ -20,7 +20,7 @@ const ENVIRONMENT = /^ *\\begin\{((?:align|gather|equation|multline)\*?)\}/;
 const TASK = /^\[([ xX])\] /;
 const MAX_DEPTH = 12;
 const MAX_FORMULA_LINES = 100;
-const FIRST_HEADING = 3; // the page and the view have the levels before
+const FIRST_HEADING = 3; // the page and the view use the first two levels
 
 /** Markdown that grows: blocks whose source has not changed keep their nodes. */
 export class MarkdownView {
@@ -85,7 +85,7 @@ function parseBlocks(lines, depth = 0) {
 
 const renderAll = (lines, depth) => parseBlocks(lines, depth).map(({ render }) => render());
 
-/** What begins at a line if that is not a paragraph. */
+/** The block that begins at a line, or null for a paragraph. */
 function special(lines, at, depth) {
   return (
     fence(lines, at) ??

@@ -64,8 +64,8 @@ export class AnswerView {
   #markdown = new MarkdownView(this.#text);
   #frame = null;
 
-  /** `actions`: `before()` has the messages before it, `again()` answers again, `onGrown()` is called when it is
-   *  higher. */
+  /** `actions`: `before()` returns the messages before it, `again()` answers again, `onGrown()` is called when it
+   *  has grown. */
   constructor(message, actions) {
     this.#message = message;
     this.#actions = actions;

@@ -58,13 +58,13 @@ export class Recording {
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
   }
 
-  /** By how much a counter grew in a span. */
+  /** How much a counter grew in a span. */
   increase(name, { from, to }) {
     const known = (this.#increases[name] ?? []).slice(from, to).filter((value) => value !== null);
     return known.length ? known.reduce((sum, value) => sum + value, 0) : null;
   }
 
-  /** By how much a counter grew per second; the first sample has no time before it. */
+  /** How much a counter grew per second; the first sample covers no time. */
   rate(name, { from, to }) {
     if (from === 0) return to > 1 ? this.rate(name, { from: 1, to }) : null;
     const increase = this.increase(name, { from, to });

@@ -1,6 +1,6 @@
 // Bodies of requests: what has been said, in OpenAI's form.
 
-/** A message with its images and videos before its text. `urlOf(media)` is what stands for the bytes. */
+/** A message with its images and videos before its text. `urlOf(media)` returns the URL that replaces the bytes. */
 export function turn({ role, text, media }, urlOf, fps = null) {
   if (!media?.length) return { role, content: text };
   const parts = media.map((one) => {

@@ -70,9 +70,9 @@ export function showField(id) {
   find(id).focus();
 }
 
-// ------------------------------------------------------------------ what they stand for
+// ------------------------------------------------------------------ fields of a request
 
-/** What a request is made of besides its messages; throws a SettingProblem. */
+/** Fields of a request other than its messages; throws a SettingProblem. */
 export function requestSettings(model) {
   return { model, system: find("system").value.trim(), fps: number("fps"), sampling: sampling() };
 }

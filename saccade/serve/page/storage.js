@@ -1,4 +1,4 @@
-// What lasts as long as the tab: sessionStorage, or memory where the browser denies it.
+// Values that last as long as the tab: sessionStorage, or memory where the browser denies it.
 
 const memory = new Map();
 

@@ -44,7 +44,7 @@ export const SUMS = table(`
   sum=∑ prod=∏ coprod=∐ bigcup=⋃ bigcap=⋂ bigvee=⋁ bigwedge=⋀ bigoplus=⨁ bigotimes=⨂ bigodot=⨀ biguplus=⨄ bigsqcup=⨆
 `);
 
-/** Integrals, with limits beside them. */
+/** Integrals, with limits to their right. */
 export const INTEGRALS = table("int=∫ iint=∬ iiint=∭ iiiint=⨌ oint=∮ oiint=∯ oiiint=∰ smallint=∫");
 
 /** Functions, set upright. */
@@ -54,7 +54,7 @@ export const FUNCTIONS = new Set(
 `),
 );
 
-/** Functions that take what is below them. */
+/** Functions whose limits stand below them. */
 export const LIMITS = {
   ...Object.fromEntries(words("lim max min sup inf det gcd Pr argmax argmin").map((name) => [name, name])),
   limsup: "lim sup",
@@ -110,7 +110,7 @@ export const SPACES = {
   "~": 0.25,
 };
 
-/** Sizes of `\big` and its kin in em; each also exists with l, r and m. */
+/** Sizes of `\big` and related commands in em; each also exists with l, r and m. */
 export const SIZES = { big: 1.2, Big: 1.8, bigg: 2.4, Bigg: 3 };
 
 // ------------------------------------------------------------------ alphabets
