@@ -1,9 +1,9 @@
-"""LoRA adapters of a core: which one has which slot, how many requests use it, and how they are added and removed. No torch.
+"""LoRA adapters of a core: their slots, the requests that use them, and how they are added and removed. No torch.
 
-    reserve a slot -> activate (its matrices are on the device) -> acquire and release by requests -> remove -> the slot is free
+    reserve a slot -> activate (its matrices are on the device) -> acquire and release by requests -> remove
 
-A removed adapter takes no new requests; running requests keep it until they end. Its name can be used again at once, its slot after
-the last of these requests has ended.
+A removed adapter takes no new requests; running requests keep it until they end. Its name can be used again at once,
+its slot once the last of these requests has ended.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class AdapterEntry:
     """An adapter in a slot."""
 
     name: str
+    """Name that requests use."""
     slot: int
-    """Its number, from 0."""
+    """Index of the slot, from 0."""
     digest: bytes = b""
-    """Hash of its matrices and settings; empty until it is loaded."""
+    """Hash of the adapter's matrices and settings; empty until it is loaded."""
     num_requests: int = 0
-    """Open requests that use it."""
+    """Number of open requests that use it."""
     is_removed: bool = False
 
     @property
@@ -41,12 +42,12 @@ class AdapterEntry:
         return bool(self.digest) and not self.is_removed
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of a request with this adapter: keys and values depend on it, so cached ones are never shared with others."""
+        """The salt of a request with this adapter. Its KV depends on the adapter, so others may not share it."""
         return hashlib.sha256(b"adapter:" + self.digest + salt).digest()
 
 
 class AdapterTable:
-    """The slots of all adapters."""
+    """Assigns slots to adapters and counts the requests that use them."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
@@ -56,11 +57,11 @@ class AdapterTable:
 
     @property
     def names(self) -> list[str]:
-        """Adapters that requests can name."""
+        """Names of the loaded adapters."""
         return [name for name, entry in self._entries.items() if entry.is_loaded]
 
     def reserve(self, name: str) -> AdapterEntry:
-        """A slot for a new adapter."""
+        """Reserve a slot for a new adapter. RequestError: the name is taken, or no slot is free."""
         if name in self._entries:
             raise RequestError(f"there is an adapter {name!r} already. Remove it first, or choose another name")
         if not self._num_slots:
@@ -74,11 +75,11 @@ class AdapterTable:
         return entry
 
     def activate(self, entry: AdapterEntry, digest: bytes) -> None:
-        """Let requests use it: its matrices are in the slot."""
+        """Let requests use an adapter whose matrices are on the device."""
         entry.digest = digest
 
     def find(self, name: str) -> AdapterEntry:
-        """The loaded adapter of this name. RequestError: there is none."""
+        """The loaded adapter with this name. RequestError: there is none."""
         entry = self._entries.get(name)
         if entry is None or not entry.is_loaded:
             known = ", ".join(self.names) or "none"
@@ -86,17 +87,17 @@ class AdapterTable:
         return entry
 
     def acquire(self, entry: AdapterEntry) -> None:
-        """Count a request that begins to use it."""
+        """Count a request that starts using an adapter."""
         entry.num_requests += 1
 
     def release(self, entry: AdapterEntry) -> None:
-        """Count a request that has ended."""
+        """Stop counting a request that has ended."""
         entry.num_requests -= 1
         assert entry.num_requests >= 0, "every release follows an acquire"
         self._free_if_unused(entry)
 
     def remove(self, entry: AdapterEntry) -> None:
-        """Take no new requests. The slot is free when no request uses it."""
+        """Take no new requests for an adapter. Its slot is free when no request uses it."""
         del self._entries[entry.name]
         entry.is_removed = True
         self._leaving.append(entry)
@@ -118,7 +119,7 @@ class AdapterTable:
 
 
 class Adapters:
-    """Adds and removes adapters as messages ask for it, and gives requests theirs."""
+    """Handles messages that add and remove adapters, and assigns adapters to requests."""
 
     def __init__(self, num_slots: int, runner: StepRunner, post: Callable[[AdapterRead], None]) -> None:
         """`post` sends a message to the core from another thread."""
@@ -126,10 +127,12 @@ class Adapters:
         self._runner, self._post = runner, post
         self._of_request: dict[str, AdapterEntry] = {}
         self._reading: dict[str, tuple[AdapterEntry, Future[Adapter]]] = {}  # by reply id
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="saccade-adapters")  # its thread starts with the first
+        self._reader = ThreadPoolExecutor(
+            1, thread_name_prefix="saccade-adapters"
+        )  # its thread starts with the first submit
 
     def add(self, message: AddAdapter) -> list[RequestOutput]:
-        """Read and check a folder in another thread; requests are served meanwhile."""
+        """Read and check an adapter folder in another thread, while requests are served."""
 
         def read() -> None:
             entry = self._table.reserve(message.name)
@@ -156,20 +159,20 @@ class Adapters:
         return [_failure_of(move, message.reply_id) or _done(message.reply_id)]
 
     def remove(self, message: RemoveAdapter) -> list[RequestOutput]:
-        """Take no new requests for an adapter."""
+        """Remove an adapter: new requests cannot use it."""
         failed = _failure_of(lambda: self._table.remove(self._table.find(message.name)), message.reply_id)
         return [failed or _done(message.reply_id)]
 
     def find(self, request: Request) -> AdapterEntry | None:
-        """The adapter that a request names. RequestError: it is not loaded."""
+        """The adapter of a request; None for the base model. RequestError: it is not loaded."""
         return None if request.adapter is None else self._table.find(request.adapter)
 
     def salted(self, request: Request, entry: AdapterEntry | None) -> Request:
-        """The request with a salt that its adapter is part of."""
+        """The request with a salt that depends on its adapter."""
         return request if entry is None else replace(request, salt=entry.salt(request.salt))
 
     def acquire(self, request_id: str, entry: AdapterEntry | None) -> int | None:
-        """Let a request use its adapter until it ends; returns the slot."""
+        """Keep a request's adapter until the request ends; returns its slot."""
         if entry is None:
             return None
         self._table.acquire(entry)
@@ -186,12 +189,12 @@ class Adapters:
         self._table.check()
 
     def close(self) -> None:
-        """Stop reading folders."""
+        """Stop the thread that reads folders."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
 
 def _failure_of(action: Callable[[], None], reply_id: str) -> RequestOutput | None:
-    """Run an action; returns the answer to its message if it fails."""
+    """Run an action; returns the reply to its message if it fails."""
     try:
         action()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Deadlines of requests. Plain Python; the caller passes the time."""
+"""Request deadlines. Plain Python; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from saccade.engine.core.request_state import RequestState
 from saccade.engine.request import Failure, Request
 
 _MAX_STALE = 1024
-"""Deadlines of requests that have ended, kept before they are removed."""
+"""Number of deadlines of ended requests that may be kept before they are removed."""
 
 
 class Deadlines:
-    """Requests in the order in which their deadlines pass. The caller leaves out those that have ended."""
+    """Deadlines of requests, in order of time. The caller ignores those of ended requests."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str, str]] = []  # time, request id, kind
@@ -24,24 +24,24 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def add(self, at: float, request_id: str, kind: str) -> None:
-        """Add a deadline; `kind` says what must have happened by then."""
+        """Add a deadline of a kind that the caller chooses."""
         heapq.heappush(self._heap, (at, request_id, kind))
 
     def pop_due(self, now: float) -> Iterator[tuple[str, str]]:
-        """Remove the deadlines that have passed; returns request id and kind of each."""
+        """Remove the deadlines that have passed; yields the request id and kind of each."""
         while self._heap and self._heap[0][0] <= now:
             _, request_id, kind = heapq.heappop(self._heap)
             yield request_id, kind
 
     def prune(self, num_open: int, is_open: Callable[[str], bool]) -> None:
-        """Remove deadlines of ended requests, if there are many more deadlines than open requests."""
+        """Remove deadlines of ended requests if there are many more deadlines than open requests."""
         if len(self._heap) > _MAX_STALE + 2 * num_open:
             self._heap = [entry for entry in self._heap if is_open(entry[1])]
             heapq.heapify(self._heap)
 
 
 class RequestDeadlines:
-    """Deadlines of the requests of a core: until it starts (`queue`), and until it ends (`total`)."""
+    """Deadlines of a core's requests: by which a request must start (`queue`) and end (`total`)."""
 
     def __init__(self) -> None:
         self._deadlines = Deadlines()
@@ -59,7 +59,7 @@ class RequestDeadlines:
         self._deadlines.prune(num_open, is_open)
 
     def pop_due(self, now: float, find: Callable[[str], RequestState | None]) -> Iterator[tuple[str, Failure]]:
-        """Requests whose deadline has passed, with their failure. Some of them may have ended."""
+        """Yields requests whose deadline has passed, with their failure. Some may have ended already."""
         for request_id, kind in self._deadlines.pop_due(now):
             state = find(request_id)
             if kind == "total":

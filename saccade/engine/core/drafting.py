@@ -1,4 +1,4 @@
-"""When requests draft: what the core learns from the tokens of each step for prompt lookup."""
+"""Connects the engine loop with prompt lookup: after each step it updates which requests draft."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from saccade.engine.core.step_sizes import MAX_DRAFTING
 
 
 class Drafting:
-    """Prompt lookup over the open requests. Without draft tokens it does nothing."""
+    """Prompt lookup for the open requests. No effect if `max_draft_tokens` is 0."""
 
     def __init__(self, max_draft_tokens: int, *, is_cpu: bool) -> None:
         self._max_draft_tokens, self._is_cpu = max_draft_tokens, is_cpu
         self.lookup: PromptLookup | None = None
-        """Proposes the drafts of a plan. None: requests do not draft."""
+        """Proposes drafts to the planner. None: requests do not draft."""
         if max_draft_tokens:
             self.lookup = PromptLookup(weight=WEIGHT_ON_CPU if is_cpu else WEIGHT)
 
     def count_launch(self, plan: StepPlan, statistics: Statistics) -> None:
-        """Count the drafts of a step."""
+        """Count the drafts of a step that was launched."""
         if self.lookup is not None:
             statistics.num_draft_tokens += sum([len(chunk.drafts) for chunk in plan.chunks])
 
@@ -34,7 +34,7 @@ class Drafting:
         statistics: Statistics,
         token_cost: Callable[[int], float],
     ) -> None:
-        """Count accepted drafts; compare new tokens with those looked up, while drafts may pay. `token_cost`: see `StepBudget`."""
+        """Count accepted drafts, and compare new tokens with predicted ones. `token_cost`: see `StepBudget`."""
         if self.lookup is None:
             return
         for chunk, given in zip(plan.chunks, result.chunks, strict=True):
@@ -52,6 +52,6 @@ class Drafting:
                 self.lookup.observe(state, len(given.token_ids), len(chunk.drafts))
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of an ended request."""
+        """Drop the n-gram table of an ended request."""
         if self.lookup is not None:
             self.lookup.forget(request_id)

@@ -1,8 +1,9 @@
 """Allocation of image features on the device. Plain Python, no torch.
 
-The encoder cache has a fixed number of *slots* of `ENCODER_SLOT_TOKENS` tokens each; an image takes as many as its tokens need, anywhere.
-An image is encoded in the steps or beside them, and is *ready* when the runner has reported the end of its encoding. A request uses an image from
-when it asks for it to the step that computes its last token. Afterwards the image stays cached for other requests until its slots are needed; the least recently used image is evicted first.
+The encoder cache has a fixed number of *slots* of `ENCODER_SLOT_TOKENS` tokens each. An image takes as many slots as
+its tokens need; they need not be adjacent. An image is *ready* when the runner has reported the end of its encoding. A
+request uses an image from when it acquires the image to the step that computes its last token. Then the image stays
+cached for other requests until its slots are needed; the least recently used image is evicted first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ENCODER_SLOT_TOKENS = 64
 
 
 def salted(salt: bytes, key: bytes) -> bytes:
-    """The key of an image among requests with one salt. Requests with another salt cannot find it."""
+    """The key of an image for requests with this salt. Requests with another salt cannot find the image."""
     return hashlib.sha256(len(salt).to_bytes(8, "little") + salt + key).digest()
 
 
@@ -29,9 +30,10 @@ class _Entry:
 
 
 class EncoderCache:
-    """Slots and users of images, by salted key. The encoding of a cached image is complete, in flight, or part of the plan in progress.
+    """Slots and users of images, by salted key.
 
-    An image in flight is not evicted, even without users: the encoder writes to its slots.
+    The encoding of a cached image is complete, in flight, or in the plan that is being made. An image in flight is not
+    evicted, even without users: the encoder writes to its slots.
     """
 
     def __init__(self, num_tokens: int, keeps_unused: bool = True) -> None:
@@ -42,10 +44,10 @@ class EncoderCache:
         self._unused: dict[bytes, None] = {}  # entries without users, least recently used first
         self._num_unused_slots = 0
         self.num_queries = self.num_hits = 0
-        """Calls of `acquire`, and those that found the image."""
+        """Calls of `acquire`, and how many of them found the image."""
 
     def contains(self, key: bytes) -> bool:
-        """Whether the image need not be encoded again."""
+        """Whether the image is cached, so that it need not be encoded again."""
         return key in self._entries
 
     def fits(self, num_tokens: int) -> bool:
@@ -53,7 +55,7 @@ class EncoderCache:
         return _num_slots(num_tokens) <= self.num_slots
 
     def can_acquire(self, key: bytes, num_tokens: int) -> bool:
-        """Whether the image is cached or there are slots for it beside those in use."""
+        """Whether the image is cached, or enough slots are free or can be freed for it."""
         return key in self._entries or _num_slots(num_tokens) <= len(self._free) + self._num_unused_slots
 
     def acquire(self, key: bytes, num_tokens: int) -> bool:
@@ -90,7 +92,7 @@ class EncoderCache:
         return self._entries[key].is_ready
 
     def set_ready(self, key: bytes) -> None:
-        """The encoding of an image in flight is complete."""
+        """Mark the encoding of an image as complete."""
         entry = self._entries[key]
         assert not entry.is_ready, f"image {key.hex()} was encoded twice"
         entry.is_ready = True
@@ -102,7 +104,7 @@ class EncoderCache:
         return self._entries[key].slots
 
     def evict(self, key: bytes) -> None:
-        """Remove an image without users, if it is cached. The caller makes sure that no encoding writes to it any more."""
+        """Remove an image without users, if it is cached. The caller ensures that no encoding writes to its slots."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -119,7 +121,7 @@ class EncoderCache:
             self.evict(key)
 
     def check(self, users: Counter[bytes]) -> None:
-        """Check the invariants against `users`: how many uses requests have of each image."""
+        """Check the invariants against `users`, the number of uses that requests have of each image."""
         for key in users.keys() | self._entries.keys():
             num_users = self._entries[key].num_users if key in self._entries else 0
             assert num_users == users[key], f"image {key.hex()} counts {num_users} users, requests have {users[key]}"

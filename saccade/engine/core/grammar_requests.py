@@ -1,7 +1,8 @@
 """Requests with a grammar: each waits until its grammar is compiled, then its tokens are sampled with masks.
 
-The masks of a step are computed when the tokens before it are read, during the forward pass that is sampled with them. If that is too
-short and other requests decode, the requests with a grammar are left out of a step, during which their masks are computed.
+The masks of a step are computed as soon as the tokens before it are read, during the forward pass whose logits they
+mask. If that takes too long and other requests decode, requests with a grammar skip a step, during which their masks
+are computed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from saccade.errors import UserError
 logger = logging.getLogger(__name__)
 
 _LONG_MASKS = 0.1
-"""Share of a step's time above which computing masks delays the step: the host also plans and launches the next one and passes on the
-tokens of all requests."""
+"""Share of a step's time above which computing masks delays the step: meanwhile the host also plans, launches and sends
+outputs."""
 
 Find = Callable[[str], RequestState | None]
 
@@ -34,7 +35,7 @@ class GrammarRequests:
     def __init__(
         self, grammars: Grammars | None, post: Callable[[GrammarCompiled], None], clock: Callable[[], float]
     ) -> None:
-        """`grammars`: None if structured output is not available. `post` sends a message to the core from another thread."""
+        """`grammars`: None without structured output. `post` sends a message to the core from any thread."""
         self._grammars, self._post = grammars, post
         self._masks = None if grammars is None else NextMasks(grammars, clock)
         self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
@@ -49,11 +50,11 @@ class GrammarRequests:
 
     @property
     def compiling(self) -> Collection[str]:
-        """Ids of these requests."""
+        """Ids of the requests whose grammar is being compiled."""
         return self._compiling.keys()
 
     def compile(self, message: AddRequest) -> Failure | None:
-        """Compile the grammar of a request in another thread. Returns why it cannot be."""
+        """Start compiling a request's grammar in another thread. Returns the failure if it cannot be compiled."""
         request, structured = message.request, message.request.sampling.structured
         if self._grammars is None or structured is None:
             return Failure("waiting", "structured output is not available here", "invalid_request")
@@ -63,7 +64,7 @@ class GrammarRequests:
         return None
 
     def cancel(self, request_id: str) -> bool:
-        """Stop compiling the grammar of a request. False: it is not being compiled."""
+        """Stop compiling a request's grammar. False: it is not being compiled."""
         _, compiled = self._compiling.pop(request_id, (None, None))
         if compiled is None:
             return False
@@ -71,7 +72,7 @@ class GrammarRequests:
         return True
 
     def take_compiled(self, request_id: str) -> tuple[AddRequest, Failure | None] | None:
-        """The request whose grammar is compiled, or why it failed. None: it was cancelled."""
+        """The request, and the failure if its grammar could not be compiled. None: it was cancelled."""
         message, compiled = self._compiling.pop(request_id, (None, None))
         if message is None or compiled is None:
             return None
@@ -87,29 +88,32 @@ class GrammarRequests:
     # ---- masks of a step
 
     def sampled_by(self, plan: StepPlan) -> list[str]:
-        """Open requests with a grammar that a step samples a token of."""
+        """Open requests with a grammar for which the step samples a token."""
         if not self._states:
             return []
         return [chunk.request_id for chunk in plan.chunks if chunk.samples and chunk.request_id in self._states]
 
     def are_masks_ready(self, plan: StepPlan) -> bool:
-        """Whether a step can be sampled at once."""
+        """Whether the masks of a step are computed, so that it can be sampled at once."""
         return self._masks is None or self._masks.are_ready(self.sampled_by(plan))
 
     def take_masks(self, plan: StepPlan) -> GrammarMasks | None:
-        """The masks that a step is sampled with; waits for them."""
+        """The masks that a step is sampled with. Waits until they are computed."""
         return None if self._masks is None else self._masks.take(self.sampled_by(plan))
 
     def start_masks(self, plans: Iterable[StepPlan], find: Find) -> None:
-        """Compute the next masks of the requests that these steps sample: of steps just read, and of one that waits for its masks."""
+        """Start computing the masks of the next tokens of all requests with a grammar that these plans sample."""
         if self._masks is None or not self._states:
             return
         names = [name for plan in plans for name in self.sampled_by(plan)]
         self._masks.start({name: self._states[name] for name in names if find(name) is not None})
 
     def deferred(self, step_s: float, num_decoding: int, find: Find) -> Collection[str]:
-        """Requests to leave out of the next step while a token of theirs is not read: those with a grammar, if computing their masks
-        takes long for a step of `step_s` and others of the `num_decoding` requests would wait."""
+        """Requests that the next step leaves out while one of their tokens is not read.
+
+        These are all requests with a grammar, if computing masks takes long compared with a step of `step_s` and some
+        of the `num_decoding` requests have no grammar.
+        """
         if not self._states or self._masks is None or self._masks.last_duration_s < _LONG_MASKS * step_s:
             return ()
         states = [find(name) for name in self._states]
@@ -119,13 +123,13 @@ class GrammarRequests:
     # ---- results
 
     def accept(self, result: StepResult) -> None:
-        """Advance the grammars by the tokens of a step."""
+        """Advance the grammars by the sampled tokens of a step."""
         for given in result.chunks if self._states else ():
             if given.token_ids and (state := self._states.get(given.request_id)) is not None:
                 state.accept(given.token_ids)
 
     def failed(self) -> list[tuple[str, Failure]]:
-        """Requests that cannot continue, because their grammar exceeded a limit."""
+        """Requests that cannot continue because their grammar exceeded a limit."""
         return [
             (name, Failure("running", str(state.error), "invalid_request"))
             for name, state in self._states.items()
@@ -133,7 +137,10 @@ class GrammarRequests:
         ]
 
     def with_failure(self, output: RequestOutput) -> RequestOutput:
-        """A grammar that failed allows only the end of the sequence: an output that ends so has failed, not stopped."""
+        """The output, failed instead of stopped if its grammar has failed.
+
+        A failed grammar allows only the end of the sequence, so its request would end as stopped.
+        """
         state = self._states.get(output.request_id) if output.finish_reason == "stop" else None
         if state is None or state.error is None:
             return output

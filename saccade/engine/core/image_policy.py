@@ -1,10 +1,13 @@
-"""Which images the vision encoder encodes, in which pass, and which of them a step can read. Plain Python: no torch, no clock.
+"""Choose the images of each vision encoder pass, and track which of them a step can read.
+
+Plain Python: no torch, no clock.
 
     images of requests -> a pass -> parts of it, in one or several steps -> EncodeResult
 
-Images are encoded in passes, one after another. A pass is divided into parts of about as many blocks each. A step runs some parts
-before its chunks, so that a pass delays the output tokens of other requests by a part or a few. A chunk reads the images of a pass
-from the step that runs its last part on. An image that is larger than a pass is encoded alone, in more parts.
+Images are encoded in passes, one after another. A pass is divided into parts with about equally many blocks. A step
+runs some parts before its chunks, so that a pass delays the output tokens of other requests by a few parts at a time.
+The step that runs the last part of a pass can read its images, and so can later steps. An image that is larger than a
+pass is encoded alone, in more parts.
 """
 
 from __future__ import annotations
@@ -18,32 +21,33 @@ from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, ImageFeatures,
 from saccade.engine.request import Failure, ImageSpan
 
 _MAX_QUARANTINED = 4096
+"""Maximum images that are remembered because they could not be encoded."""
 
 
 class EncoderTurn(NamedTuple):
     """Limits of the vision encoder in one step."""
 
     num_parts: int = ENCODER_PARTS
-    """Parts to run, of the pass in progress or of the one that begins."""
+    """Maximum parts to run, of the pass in progress or of the one that begins."""
     max_patches: int | None = None
-    """Patches of a pass that begins, unless its first image has more. None: as many as a pass may have."""
+    """Maximum patches of a pass that begins, unless its first image has more. None: as many as a pass may have."""
 
 
 class NextPass(NamedTuple):
-    """The pass that is in progress, or the one that could begin."""
+    """The pass in progress, or the one that could begin."""
 
     num_patches: int
     num_parts: int
     """Parts of the whole pass."""
     parts_left: int
-    """Parts that no plan has run yet."""
+    """Parts that are in no plan yet."""
 
 
 class _Encoding(NamedTuple):
     """An image that is being encoded."""
 
     image_key: bytes
-    """Its key without the salt."""
+    """Key of the image without the salt."""
     num_patches: int
     pass_number: int
     """Number of the plan that began its pass."""
@@ -61,16 +65,17 @@ class ImagePlan(NamedTuple):
     """The encoder's share of a plan."""
 
     images: tuple[ImageToEncode, ...]
+    """Images of the pass that begins."""
     num_parts: int
-    """Parts to run."""
+    """Parts to run in this step."""
     pass_parts: int
-    """Parts of the pass that these images begin."""
+    """Parts of the whole pass that begins; 0 if none does."""
 
 
 class ImagePolicy:
-    """Passes of the vision encoder over the images of all requests.
+    """Groups the images of all requests into vision encoder passes.
 
-    For each plan: `begin_plan`, then `enter` and `leave` for each chunk, then `end_plan`.
+    Each plan calls `begin_plan`, then `enter` and `leave` for each chunk, then `end_plan`.
     """
 
     def __init__(self, cache: EncoderCache, max_patches: int) -> None:
@@ -80,23 +85,23 @@ class ImagePolicy:
         self._encoding: dict[bytes, _Encoding] = {}  # by salted key
         self._pass: _Pass | None = None
         self._quarantine: dict[bytes, None] = {}  # keys of images that could not be encoded, oldest first
-        # The plan that is being made.
+        # State of the plan that is being made.
         self._images: list[ImageToEncode] = []
         self._to_release: list[bytes] = []
         self._number = self._num_parts = self._patches_left = 0
-        self._unreadable: int | None = None  # number of the pass that this plan does not complete
+        self._unreadable: int | None = None  # number of the pass whose images this plan cannot read
         self._is_cache_full = False
 
     @property
     def is_encoding(self) -> bool:
-        """Whether the result of an encoding is not reported yet."""
+        """Whether the encoding result of some image is not reported yet."""
         return bool(self._encoding)
 
     def is_quarantined(self, key: bytes) -> bool:
-        """Whether the image could not be encoded before."""
+        """Whether an earlier encoding of the image failed."""
         return key in self._quarantine
 
-    # ---- what is waiting
+    # ---- pending images
 
     def next_pass(self, states: Iterable[RequestState], max_patches: int) -> NextPass | None:
         """The pass in progress, or the one that could begin with up to `max_patches` patches."""
@@ -116,11 +121,11 @@ class ImagePolicy:
         return NextPass(num_patches, num_parts, num_parts)
 
     def _parts_of(self, num_patches: int) -> int:
-        """Parts of a pass. A larger image has more, so that a part takes as long."""
+        """Parts of a pass. A larger image has more parts, so that the time of a part is bounded."""
         return ENCODER_PARTS * -(-num_patches // self._max_patches)
 
     def new_images(self, state: RequestState, seen: set[bytes]) -> list[ImageSpan]:
-        """Images of a request that no plan encodes yet and whose keys are not in `seen`, to which they are added."""
+        """Images of a request that are in no plan yet and whose keys are not in `seen`. Adds their keys to `seen`."""
         found = []
         for index in range(state.next_image, len(state.image_keys)):
             key = state.image_keys[index]
@@ -130,7 +135,7 @@ class ImagePolicy:
         return found
 
     def first_unreadable(self, state: RequestState) -> int | None:
-        """Index of the first token of the first image that the next step cannot read unless it runs parts of the encoder."""
+        """First token of the first image that the next step can only read if it runs parts of the encoder."""
         in_progress = None if self._pass is None else self._pass.number
         for index in range(state.first_image, len(state.image_keys)):
             key = state.image_keys[index]
@@ -139,12 +144,13 @@ class ImagePolicy:
         return None
 
     def _is_complete(self, key: bytes, unreadable: int | None) -> bool:
+        """Whether the image's encoding is complete or in a pass other than number `unreadable`."""
         return self.cache.is_ready(key) or self._encoding[key].pass_number != unreadable
 
     # ---- a plan
 
     def begin_plan(self, number: int, turn: EncoderTurn) -> None:
-        """Begin the plan of this number. A pass begins in it only if none is in progress."""
+        """Begin plan `number`. It can begin a pass only if none is in progress."""
         self._images, self._to_release, self._is_cache_full = [], [], False
         self._number, self._num_parts, self._patches_left, self._unreadable = number, turn.num_parts, 0, None
         if self._pass is None:
@@ -160,11 +166,14 @@ class ImagePolicy:
 
     @property
     def num_planned(self) -> int:
-        """Images that the plan encodes so far."""
+        """Number of images in the pass that this plan begins."""
         return len(self._images)
 
     def enter(self, state: RequestState, end: int) -> int:
-        """Acquire images of a request, and encode new ones. Returns the end of its chunk: `end`, or the first image that has to wait."""
+        """Acquire images of a request, and add new ones to the pass.
+
+        Returns the end of its chunk: `end`, or the start of the first image that cannot be read yet.
+        """
         images, first = state.request.images, state.num_computed_tokens
         if state.next_image < len(images) and images[-1].end > first:
             while state.next_image < len(images) and self._acquire_next(state):
@@ -177,7 +186,7 @@ class ImagePolicy:
         return end
 
     def _acquire_next(self, state: RequestState) -> bool:
-        """Acquire the request's next image, within the cache and the pass."""
+        """Acquire the request's next image if it fits into the cache and, if it is new, into the pass."""
         index = state.next_image
         span, key = state.request.images[index], state.image_keys[index]
         is_new = not self.cache.contains(key)
@@ -198,21 +207,21 @@ class ImagePolicy:
         return True
 
     def _fits_pass(self, num_patches: int) -> bool:
-        """Whether an image fits into the pass that begins; a larger one is encoded alone."""
+        """Whether an image fits into the pass that begins. An image larger than a pass is encoded alone."""
         return num_patches <= self._patches_left or (self._patches_left > 0 and not self._images)
 
     def _planned_patches(self) -> int:
         return sum([self._encoding[image.key].num_patches for image in self._images])
 
     def undo(self, num_planned: int) -> None:
-        """Do not encode images after the first `num_planned`: the request that acquired them was preempted at once."""
+        """Remove images after the first `num_planned` from the pass: the request that acquired them was preempted."""
         for planned in self._images[num_planned:]:
             self.cache.evict(planned.key)
             del self._encoding[planned.key]
         del self._images[num_planned:]
 
     def features(self, state: RequestState, end: int) -> tuple[ImageFeatures, ...]:
-        """The images with a token in the chunk that ends at `end`."""
+        """Images with a token in the request's chunk that ends at `end`."""
         images = state.request.images
         in_chunk = [index for index in range(state.first_image, state.next_image) if images[index].start < end]
         return tuple([ImageFeatures(index, self.cache.slots(state.image_keys[index])) for index in in_chunk])
@@ -224,7 +233,7 @@ class ImagePolicy:
             state.first_image += 1
 
     def end_plan(self) -> ImagePlan:
-        """Complete the plan, and release the images that it reads for the last time."""
+        """Complete the plan, and release the images that requests read for the last time in it."""
         for key in self._to_release:
             self.cache.release(key)
         pass_parts = 0
@@ -235,7 +244,7 @@ class ImagePolicy:
         return ImagePlan(tuple(self._images), self._advance(), pass_parts)
 
     def _advance(self) -> int:
-        """Run parts of the pass in progress; returns how many."""
+        """Take parts of the pass in progress into the plan; returns how many."""
         if self._pass is None:
             return 0
         num_parts = min(self._num_parts, self._pass.parts_left)
@@ -247,7 +256,10 @@ class ImagePolicy:
     # ---- results
 
     def finish(self, results: Iterable[EncodeResult]) -> list[tuple[bytes, Failure]]:
-        """Mark images as encoded. Returns salted keys and failures of those that failed, which the caller releases and evicts."""
+        """Mark images as encoded. Returns the salted keys and failures of those that failed.
+
+        The caller releases and evicts the failed ones.
+        """
         failed = []
         for key, failure in results:
             encoding = self._encoding.pop(key)
@@ -258,7 +270,7 @@ class ImagePolicy:
                 self._put_into_quarantine(encoding.image_key)
             failed.append((key, failure))
         if self._pass is not None and self._pass.number not in {one.pass_number for one in self._encoding.values()}:
-            self._pass = None  # it failed, and what could be encoded of it is complete
+            self._pass = None  # the pass failed; its images were encoded again at once, or failed
         return failed
 
     def _put_into_quarantine(self, key: bytes) -> None:

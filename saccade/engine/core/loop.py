@@ -2,11 +2,11 @@
 
     messages -> EngineCore: decide -> plan -> run -> update -> outputs
 
-While the device computes a step, the host plans and launches the next one, and only then reads the tokens of the first. A request with
-drafts in flight waits for its tokens; the others do not wait with it. A step with requests whose grammar masks are not computed yet is
-launched without its sampling, which follows when they are.
+While the device computes a step, the host plans and launches the next one, and only then reads the tokens of the
+first. A request with drafts in flight waits until its tokens are read; other requests do not wait with it. A step
+whose grammar masks are not computed yet is launched without sampling, and sampled once they are.
 
-Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`transport/`).
+Messages and outputs are plain data, so that the core can run in a thread or in a process of its own (`transport/`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ Inbox = queue.SimpleQueue[Message | OwnMessage | RequestOutput | None]
 """Messages for the core, outputs of requests that failed before they reached it, and None at the end."""
 
 _SHORT_PASS = 3200
-"""Patches in a pass of the vision encoder without a backlog: a longer one delays the first of its images."""
+"""Maximum patches of a vision encoder pass without a backlog: a longer pass delays the first of its images."""
 _POLLED = 0.6
-"""Share of a decode step in which messages are handled. The rest is left to `read`, which wakes up sooner."""
+"""Share of a decode step in which messages are polled. Then the host blocks in `read`, which returns sooner."""
 _LAUNCH_WEIGHT, _LAUNCH_FACTOR, _LAUNCH_SLACK_S = 0.1, 2.0, 0.0005
-"""Weight of the newest step in the mean time to plan and launch one; planning begins as many times earlier, and the time of a poll."""
+"""Weight of the newest step in the mean time to plan and launch a step. The next step is planned the factor times this
+mean, plus the slack, before a decode step ends; the slack covers one poll."""
 _IDLE_S = 1.0
-"""After this long without work the core checks its invariants."""
+"""The core checks its invariants after it has been idle for this long."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -81,13 +82,13 @@ class StepDecision(NamedTuple):
 
 
 class _InFlight:
-    """A step between its launch and the reading of its result."""
+    """A step that is launched and whose result is not read yet."""
 
     __slots__ = ("forward", "handle", "num_decode_tokens", "num_prompt_tokens", "plan", "started_at")
 
     def __init__(self, plan: StepPlan, forward: Any, started_at: float) -> None:
         self.plan, self.forward, self.started_at = plan, forward, started_at
-        self.handle: StepHandle | None = None  # None: it is sampled when its masks are computed
+        self.handle: StepHandle | None = None  # None until it is sampled
         self.num_prompt_tokens = sum([chunk.num_tokens for chunk in plan.chunks if not chunk.reads_last_token])
         self.num_decode_tokens = sum([chunk.num_tokens for chunk in plan.chunks]) - self.num_prompt_tokens
 
@@ -98,7 +99,7 @@ class _InFlight:
 
 
 class EngineCore:
-    """Messages in, outputs out. Used by one thread; any thread may put messages into `inbox`."""
+    """Serves requests: messages in, outputs out. One thread uses it; any thread may put messages into `inbox`."""
 
     def __init__(
         self, runner: StepRunner, *, grammars: Grammars | None = None, clock: Callable[[], float] = time.perf_counter
@@ -143,7 +144,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is open, or a step or a pass of the encoder is in progress."""
+        """Whether a request is open, a step is in flight or an image is being encoded."""
         return self.scheduler.has_work or self._in_flight is not None or self.scheduler.images.is_encoding
 
     @property
@@ -156,7 +157,8 @@ class EngineCore:
     def step(self, handle_messages: Callable[[], None] | None = None) -> list[RequestOutput]:
         """Plan and launch the next step, then read the previous one. Returns the new output of each request.
 
-        `handle_messages` is called repeatedly while the previous step runs: it may block briefly, and passes new messages to `handle`.
+        `handle_messages` is called repeatedly while the previous step runs. It may block briefly, and passes new
+        messages to `handle`.
         """
         try:
             return self._finish([*self._expire(), *self._fail_grammars(), *self._step(handle_messages)])
@@ -165,10 +167,10 @@ class EngineCore:
             raise EngineError(str(error)) from error
 
     def _step(self, handle_messages: Callable[[], None] | None) -> list[RequestOutput]:
-        """The overlap of two steps: the previous one runs while the next one is planned and launched.
+        """Overlap two steps: plan and launch the next one while the previous one runs.
 
-        A request that arrives during a decode step is part of the next one if that is not planned yet. So planning begins only as long
-        before the end of a decode step as the host needs.
+        The next step includes a request only if the request arrives before it is planned. So during a decode step
+        planning is delayed until just enough time is left for it.
         """
         if self._in_flight is not None and self._in_flight.only_decodes:
             self._poll(self._in_flight, handle_messages, self._step_budget.decode_ms / 1e3 - self._lead_s)
@@ -176,7 +178,7 @@ class EngineCore:
         plan = self._plan(self._decide())
         previous, self._in_flight = self._in_flight, None
         if previous is not None:
-            self._sample(previous)  # no effect on a step that did not wait for its masks
+            self._sample(previous)  # no effect if it is sampled already
         if plan is not None:
             self._in_flight = self._run(plan)
             self._launch_s += _LAUNCH_WEIGHT * (self._clock() - begin - self._launch_s)
@@ -189,11 +191,11 @@ class EngineCore:
 
     @property
     def _lead_s(self) -> float:
-        """How long before the end of a decode step the next one is planned."""
+        """Seconds before the end of a decode step at which the next step is planned."""
         return _LAUNCH_FACTOR * self._launch_s + _LAUNCH_SLACK_S
 
     def _decide(self) -> StepDecision:
-        """What the next step may compute. While no request decodes, there is no gap between tokens to bound."""
+        """Decide what the next step may compute. Without decoding requests there is no inter-token latency to bound."""
         scheduler, budget, encode_ms = self.scheduler, self._step_budget, self._runner.encode_ms
         num_decoding = scheduler.num_decoding
         if not num_decoding:
@@ -210,13 +212,13 @@ class EngineCore:
         return StepDecision(num_prompt_tokens, EncoderTurn(share.encoder_parts, max_patches))
 
     def _plan(self, decision: StepDecision) -> StepPlan | None:
-        """The next step. None: nothing can be computed before the one in flight is read."""
+        """Plan the next step. None: nothing can be computed before the step in flight is read."""
         scheduler = self.scheduler
         deferred = self._grammars.deferred(self._last_step_s, scheduler.num_decoding, scheduler.find)
         return scheduler.plan(decision.num_prompt_tokens, deferred, decision.turn)
 
     def _run(self, plan: StepPlan) -> _InFlight:
-        """Launch a step; sample it unless it has to wait for masks."""
+        """Launch a step, and its sampling unless that has to wait for masks."""
         step = _InFlight(plan, self._runner.forward(plan), self._clock())
         if self._grammars.are_masks_ready(plan):
             self._sample(step)
@@ -234,7 +236,7 @@ class EngineCore:
         self._poll(step, handle_messages, duration_s)
 
     def _poll(self, step: _InFlight, handle_messages: Callable[[], None] | None, duration_s: float) -> None:
-        """Handle messages while a step runs, for so long after it began."""
+        """Handle messages while a step runs, until `duration_s` after its start."""
         if handle_messages is None:
             return
         polls_until = max(step.started_at, self._last_read_at) + duration_s
@@ -242,7 +244,7 @@ class EngineCore:
             handle_messages()
 
     def _update(self, step: _InFlight) -> list[RequestOutput]:
-        """Read a step, and learn from its time, its drafts and the tokens that grammars advance by."""
+        """Read a step and update requests, the step budget, grammars, drafting and statistics."""
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
         outputs = [self._grammars.with_failure(output) for output in self.scheduler.update(step.plan, result)]
@@ -256,18 +258,18 @@ class EngineCore:
         return outputs
 
     def _start_masks(self, read: _InFlight | None, launched: _InFlight | None) -> None:
-        """Compute the masks that follow the tokens just read, and those that the step in flight waits for."""
+        """Start computing the masks after the tokens just read, and the masks that the step in flight waits for."""
         plans = [] if launched is None or launched.handle is not None else [launched.plan]
         self._grammars.start_masks(plans + ([] if read is None else [read.plan]), self.scheduler.find)
 
     # -------------------------------------------------------------- messages
 
     def handle(self, message: Message | OwnMessage) -> list[RequestOutput]:
-        """Handle a message. Returns the last output of a request that it ends, or the answer to the message."""
+        """Handle a message. Returns the last output of a request that it ends, or the reply to the message."""
         return self._handlers[type(message)](message)
 
     def _open(self, message: AddRequest) -> list[RequestOutput]:
-        """Accept a request. One with a grammar is added when that is compiled."""
+        """Open a request. A request with a grammar is added to the scheduler once the grammar is compiled."""
         request = message.request
         num_open = self.scheduler.num_running + self.scheduler.num_waiting + self._grammars.num_compiling
         self._deadlines.add(request, self._clock(), num_open, self._is_open)
@@ -317,7 +319,7 @@ class EngineCore:
     def _end_request(
         self, request_id: str, reason: FinishReason, failure: Failure | None = None
     ) -> list[RequestOutput]:
-        """End a request in any state. Returns its last output, or nothing if it has ended."""
+        """End a request in any state. Returns its last output, or nothing if it has already ended."""
         if self._grammars.cancel(request_id):
             return [RequestOutput(request_id=request_id, finish_reason=reason, failure=failure)]
         output = self.scheduler.end(request_id, reason, failure)
@@ -326,22 +328,26 @@ class EngineCore:
     def _expire(self) -> list[RequestOutput]:
         """End requests whose deadline has passed."""
         due = self._deadlines.pop_due(self._clock(), self.scheduler.find)
-        return [output for name, failure in due for output in self._end_request(name, "failed", failure)]
+        return [output for request_id, failure in due for output in self._end_request(request_id, "failed", failure)]
 
     def _fail_grammars(self) -> list[RequestOutput]:
         """End requests whose grammar cannot continue."""
         return [
-            output for name, failure in self._grammars.failed() for output in self._end_request(name, "failed", failure)
+            output
+            for request_id, failure in self._grammars.failed()
+            for output in self._end_request(request_id, "failed", failure)
         ]
 
     def fail_all(self, failure: Failure) -> list[RequestOutput]:
         """End every open request as failed."""
         self._in_flight = None
         open_ids = [*self.scheduler.request_ids(), *self._grammars.compiling]
-        return self._finish([output for name in open_ids for output in self._end_request(name, "failed", failure)])
+        return self._finish(
+            [output for request_id in open_ids for output in self._end_request(request_id, "failed", failure)]
+        )
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Count outputs, and drop what is kept of requests that ended."""
+        """Count outputs, and drop the state of requests that ended."""
         self._counter.count_outputs(outputs)
         for output in outputs:
             if output.finish_reason is not None:
@@ -367,14 +373,14 @@ class EngineCore:
     # -------------------------------------------------------------- without work
 
     def idle_s(self) -> float | None:
-        """Seconds until `idle` has something to do while no request runs; None: nothing."""
+        """Seconds to wait for messages before calling `idle`, while there is no work. None: wait without limit."""
         waits = [_IDLE_S] if self.wants_check else []
         if self._grammars.num_compiling and (next_at := self._deadlines.next_at) is not None:
             waits.append(max(0.0, next_at - self._clock()))
         return min(waits, default=None)
 
     def idle(self) -> list[RequestOutput]:
-        """End requests that wait for a grammar and whose deadline has passed; check the invariants if that is due."""
+        """End requests whose deadline passed while their grammar was compiled; check the invariants if that is due."""
         outputs = self._finish(self._expire())
         if self.wants_check:
             self.check()
@@ -386,7 +392,7 @@ class EngineCore:
         return not self.has_work and not self._is_checked
 
     def check(self) -> None:
-        """Check the invariants: nothing is lost or owned twice."""
+        """Check the invariants: no page, image, slot or adapter is lost or owned twice."""
         if self.scheduler.has_work:
             self.scheduler.check()
         else:
@@ -404,7 +410,7 @@ class EngineCore:
 
 
 def limits_of(config: EngineConfig, device: DeviceInfo) -> Limits:
-    """The scheduler's limits."""
+    """The scheduler's limits for this configuration and device."""
     return Limits(
         max_requests=config.max_requests,
         max_step_tokens=config.max_step_tokens,

@@ -13,54 +13,57 @@ class AddRequest:
     """Message: serve a request."""
 
     request: Request
-    """What is asked for."""
+    """The request to serve."""
     prompt: TokenPrompt
     """Its tokens, positions and patches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRequest:
-    """Message: end a request, cancelled or stopped by its text. No effect if it has ended."""
+    """Message: end a request that was cancelled or whose text has a stop string. No effect if it has ended."""
 
     request_id: str
-    """Which one."""
+    """Id of the request to end."""
     reason: FinishReason
-    """Cancelled, or stop for a stop string."""
+    """`cancelled`, or `stop` for a stop string."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlushCaches:
-    """Message: forget cached prefixes and images that no request uses."""
+    """Message: evict the cached prefixes and images that no request uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddAdapter:
-    """Message: load a LoRA adapter under a name. Answered by an output with `reply_id`: `stop`, or `failed` with the reason."""
+    """Message: load a LoRA adapter under a name.
+
+    The reply is an output with `reply_id` as its request id: `stop`, or `failed` with the reason.
+    """
 
     name: str
-    """What requests call it."""
+    """Name that requests use."""
     folder: str
-    """In PEFT's layout."""
+    """Folder in PEFT's layout."""
     reply_id: str
-    """Id of the answer."""
+    """Request id of the reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveAdapter:
-    """Message: take no new requests for an adapter; its slot is free when those that run have ended. Answered at once."""
+    """Message: take no new requests for an adapter. Replied to at once; the slot is free when running requests end."""
 
     name: str
-    """Which one."""
+    """Name of the adapter to remove."""
     reply_id: str
-    """Id of the answer."""
+    """Request id of the reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartProfile:
-    """Message: profile the core's thread and the device from now on."""
+    """Message: start profiling the core's thread and the device."""
 
     begun: str
-    """File that appears when the profile has begun: the first one imports what it needs, for seconds."""
+    """File that is created when the profile has begun. The first profile imports the profiler, which takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +71,39 @@ class StopProfile:
     """Message: end the profile and write it. No effect without one."""
 
     path: str
-    """File for the trace, in Chrome's format; it appears complete."""
+    """File for the trace in Chrome's format, written atomically."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarCompiled:
-    """Message of the core to itself: the grammar of a request is compiled, or is not possible."""
+    """Message of the core to itself: the grammar of a request is compiled, or could not be."""
 
     request_id: str
-    """Which one."""
+    """Id of the request that waits for the grammar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRead:
-    """Message of the core to itself: the folder of an adapter is read, or is broken."""
+    """Message of the core to itself: the folder of an adapter is read, or could not be."""
 
     reply_id: str
-    """Of the message that asked for it."""
+    """Reply id of the message that asked for the adapter."""
 
 
 Message = AddRequest | EndRequest | FlushCaches | StartProfile | StopProfile | AddAdapter | RemoveAdapter
-"""What a front end sends."""
+"""Messages that a front end sends."""
 OwnMessage = GrammarCompiled | AdapterRead
-"""What the core sends itself from another thread."""
+"""Messages that the core sends to itself from another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreInfo:
-    """What clients of a core need to know of it."""
+    """Properties of a core that its front end needs."""
 
     max_length: int
     """Maximum tokens of prompt and output together."""
     vocab_size: int
-    """Tokens the model knows."""
+    """Vocabulary size of the model."""
     num_pages: int
     """Pages of the KV cache."""
     page_size: int

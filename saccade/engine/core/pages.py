@@ -1,8 +1,9 @@
 """Allocation of KV-cache pages, and the prefix cache. Plain Python, no torch.
 
-A page holds keys and values of `page_size` tokens. Requests own pages; requests with a common prefix share them. A full page can be
-*registered* under a key made of everything its content depends on: all tokens up to its last, the images among them, and the salt.
-A registered page is never written again; when its last owner is gone it stays cached until the page is needed.
+A page holds keys and values of `page_size` tokens. Requests own pages; requests with a common prefix share them. A
+full page can be *registered* under a key of everything that its content depends on: all tokens up to its last, the
+images among them, and the salt. A registered page is never written again. Without owners it stays cached until the
+page is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def root_key(salt: bytes) -> bytes:
 def page_key(parent: bytes, token_ids: Sequence[int], images: Iterable[tuple[bytes, int]]) -> bytes:
     """The key of a page with these tokens that follows the page with key `parent`.
 
-    `images` has every image with a token in the page: its key, and the page's first token index minus the image's. All placeholder
-    tokens of images are equal; key and offset identify what was computed from them.
+    `images` has an entry for every image with a token in the page: its key, and the page's first token index minus the
+    image's. Placeholder tokens of all images are equal; key and offset identify what was computed from them.
     """
     digest = hashlib.sha256(parent)
     digest.update(array("q", (len(token_ids), *token_ids)).tobytes())
@@ -55,15 +56,15 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def num_owners(self, page: int) -> int:
-        """How many requests own the page."""
+        """Number of requests that own the page."""
         return self._num_owners[page]
 
     def can_allocate(self, num_pages: int) -> bool:
-        """Whether `allocate` can return this many."""
+        """Whether `allocate` can return this many pages."""
         return num_pages <= self.num_free
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Empty pages with one owner each. Cached pages are evicted when needed, least recently freed first."""
+        """Allocate pages with one owner each. Cached pages are evicted if needed, least recently freed first."""
         assert self.can_allocate(num_pages), f"{num_pages} pages requested, {self.num_free} are free"
         pages = []
         for _ in range(num_pages):
@@ -79,7 +80,10 @@ class PagePool:
         self._num_owners[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Remove one owner from each. Pass the tail of a request first: what is freed last is evicted last, and heads are shared most."""
+        """Remove one owner from each page.
+
+        Pass the tail of a request first: pages freed last are evicted last, and the head of a prompt is shared most.
+        """
         for page in pages:
             assert self._num_owners[page] > 0, f"page {page} is freed but has no owner"
             self._num_owners[page] -= 1
@@ -90,11 +94,11 @@ class PagePool:
                     self._unused.append(page)
 
     def find(self, key: bytes) -> int | None:
-        """The page registered under this key."""
+        """The page registered under this key; None if there is none."""
         return self._page_of.get(key)
 
     def register(self, page: int, key: bytes) -> None:
-        """Put a full page into the prefix cache. If another page has the key already, that one remains the cached one."""
+        """Put a full page into the prefix cache. No effect if another page is registered under the key."""
         assert self._num_owners[page] > 0, f"page {page} is registered but has no owner"
         assert page not in self._key_of, f"page {page} is registered twice"
         if self.keeps_prefixes and key not in self._page_of:
@@ -102,14 +106,14 @@ class PagePool:
             self._key_of[page] = key
 
     def flush(self) -> None:
-        """Forget all prefixes. Pages in use stay with their owners, but no other request finds them."""
+        """Unregister all pages. Owners keep theirs, but no other request finds them."""
         self._unused += self._cached
         self._cached.clear()
         self._page_of.clear()
         self._key_of.clear()
 
     def check(self, owned: Iterable[Sequence[int]]) -> None:
-        """Check the invariants against `owned` (the pages of every request). The AssertionError names the page."""
+        """Check the invariants against `owned`, the pages of every request. The AssertionError names the page."""
         num_owners = [0] * self.num_pages
         for page in chain.from_iterable(owned):
             num_owners[page] += 1

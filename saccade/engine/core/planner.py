@@ -1,4 +1,7 @@
-"""Make one plan: running requests first, then waiting ones, within the budgets of the step. Plain Python: no torch, no clock."""
+"""Make the plan of one step: running requests first, then waiting ones, within the step's budgets.
+
+Plain Python: no torch, no clock.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from saccade.engine.core.step import Chunk, SlotStart, StepPlan
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens (`prompt_lookup.py`)."""
+    """Proposes draft tokens; implemented by `prompt_lookup.py`."""
 
     def is_drafting(self, state: RequestState) -> bool:
-        """Whether the request has to wait until all its tokens are known."""
+        """Whether the request drafts, so that its next chunk has to wait until all its tokens are known."""
 
     def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
-        """Up to this many draft tokens that follow the known ones."""
+        """Propose up to `num_tokens` draft tokens after the known ones."""
 
 
 class StepLimits(NamedTuple):
@@ -27,21 +30,21 @@ class StepLimits(NamedTuple):
     num_tokens: int
     num_prompt_tokens: int
     num_chunks: int
-    """Requests with more than one token."""
+    """Requests with more than one token in the step."""
     num_drafts: int
-    """Draft tokens of one request."""
+    """Draft tokens per request."""
 
 
 class PlannedChunk(NamedTuple):
-    """What the scheduler keeps of a chunk until its result is read."""
+    """Scheduler state of a chunk until its result is read."""
 
     state: RequestState
     num_preemptions: int
-    """Preemptions of the request so far: one that is preempted later has other pages."""
+    """Preemptions of the request when the chunk was planned. After another preemption the request has other pages."""
 
 
 class StepPlanner:
-    """One plan while it is made, and the remaining budgets of its step."""
+    """Builds the plan of one step and keeps track of the step's remaining budgets."""
 
     def __init__(
         self,
@@ -56,19 +59,19 @@ class StepPlanner:
         self._drafter, self._deferred = drafter, deferred
         self._tokens_left, self._prompt_tokens_left, self._chunks_left, self._max_drafts = limits
         self._num_decoding = 0
-        """Requests that need one token and no image and are not scheduled yet; one token is reserved for each."""
+        """Requests not scheduled yet that need one token and no image. One token of the budget is reserved for each."""
         self._chunks: list[Chunk] = []
         self._page_copies: list[tuple[int, int]] = []
         self._started: list[SlotStart] = []
         self._pages_to_free: list[int] = []
 
     def make(self, number: int) -> StepPlan:
-        """Make the plan. No request starts while running ones are short of pages."""
+        """Make the plan. No request starts if a running one had to be preempted."""
         num_running = len(self._queues.running)
         self._schedule_running()
         if len(self._queues.running) == num_running:
             self._start_waiting()
-        # What this step reads for the last time is freed now: the next step may write it.
+        # Pages that this step copies from are freed now, so that only later steps can write to them.
         self._pages.free(self._pages_to_free)
         images = self._images.end_plan()
         return StepPlan(
@@ -98,7 +101,10 @@ class StepPlanner:
                 self._schedule(running[index], num_uncomputed)
 
     def _num_uncomputed(self, state: RequestState) -> int:
-        """Tokens of a running request that can be computed now; one that drafts or is deferred waits until all its tokens are known."""
+        """Tokens of a running request that can be computed now.
+
+        A request that drafts or is deferred has none until all its tokens are known.
+        """
         if state.num_pending and (
             (self._drafter is not None and self._drafter.is_drafting(state)) or state.request.id in self._deferred
         ):
@@ -106,7 +112,7 @@ class StepPlanner:
         return state.num_uncomputed
 
     def _schedule(self, state: RequestState, num_uncomputed: int) -> None:
-        """Schedule a chunk of a running request; it may be preempted instead if there are no pages."""
+        """Schedule a chunk of a running request, or preempt it if there are no pages."""
         is_one = num_uncomputed == 1 and not state.has_images_left
         if is_one:
             self._num_decoding -= 1
@@ -115,7 +121,7 @@ class StepPlanner:
             budget = min(num_uncomputed, self._tokens_left - self._num_decoding, self._prompt_budget)
         start = state.num_computed_tokens
         if budget <= 0:
-            if self._images.has_room:  # its images are encoded all the same
+            if self._images.has_room:  # encode its images even without a token budget
                 self._images.enter(state, start)
             return
         end = start + min(num_uncomputed, budget)
@@ -129,7 +135,7 @@ class StepPlanner:
             self._add_chunk(state, end, self._propose_drafts(state, end))
 
     def _acquire(self, state: RequestState, end: int) -> int:
-        """Acquire images and pages of a chunk. Returns where it can end, its first token if it cannot be computed."""
+        """Acquire images and pages for a chunk. Returns its end, which is its start if nothing can be computed."""
         start, num_images = state.num_computed_tokens, self._images.num_planned
         end = self._images.enter(state, end)
         if end > start and not self._allocate_pages(state, end):
@@ -142,7 +148,10 @@ class StepPlanner:
         return min(self._tokens_left, self._prompt_tokens_left) if self._chunks_left else 0
 
     def _allocate_pages(self, state: RequestState, end: int) -> bool:
-        """Allocate pages up to token `end`, preempting the last running requests if needed. False: it was preempted itself."""
+        """Allocate pages up to token `end`, preempting the last running requests if needed.
+
+        False: the request was preempted itself.
+        """
         num_pages = self._pages.num_pages_for(end) - len(state.pages)
         if num_pages <= 0:
             return True
@@ -157,7 +166,7 @@ class StepPlanner:
         return True
 
     def _propose_drafts(self, state: RequestState, end: int) -> tuple[int, ...]:
-        """Draft tokens after a known last token, within the budget, the request's token limit and the free pages."""
+        """Propose drafts after a known last token, within the budget, the request's token limit and the free pages."""
         pool = self._pages
         most = min(self._max_drafts, state.token_limit - end - 1, self._tokens_left - self._num_decoding - 1)
         if self._drafter is None or state.num_pending or most <= 0 or not self._chunks_left:
@@ -186,14 +195,14 @@ class StepPlanner:
         return self._prompt_budget > 0 or (self._images.has_room and bool(state.image_keys))
 
     def _num_pages_needed(self, state: RequestState) -> int:
-        """Pages that its current tokens still need."""
+        """Pages that the request's current tokens still need."""
         num_tokens = min(state.num_tokens, state.token_limit - 1)  # its last token is never computed
         return max(0, self._pages.num_pages_for(num_tokens) - len(state.pages))
 
     def _start(self, state: RequestState, num_reserved: int) -> bool:
-        """Start a request if there are pages for it. It may have to wait for its images; others start meanwhile."""
+        """Start a request if there are pages for it. If it has to wait for its images, later requests may start."""
         request = state.request
-        if state.num_pending:  # it was preempted, and resumes when all its tokens are known
+        if state.num_pending:  # it was preempted; it resumes once all its tokens are known
             return False
         prefix = self._find_prefix_that_fits(state, num_reserved)
         if prefix is None:
@@ -212,10 +221,11 @@ class StepPlanner:
         return True
 
     def _find_prefix_that_fits(self, state: RequestState, num_reserved: int) -> _Prefix | None:
-        """The cached prefix to start with; None unless all known tokens have pages in addition to those reserved for others.
+        """The cached prefix to start with, or None if there are too few pages.
 
-        A copy needs one page more than the request will own. If that page is missing, the last page is recomputed instead: a
-        request that needs the whole pool would otherwise wait forever for its own cached prefix to be evicted.
+        All known tokens need pages in addition to those reserved for others. Copying the last page needs one page more
+        than the request will own. If that page is missing, the last page is recomputed instead: a request that needs
+        the whole pool would otherwise wait forever for its own cached prefix to be evicted.
         """
         prefix = _find_prefix(state, self._pages)
         if self._fits(state, prefix, num_reserved):
@@ -228,12 +238,12 @@ class StepPlanner:
 
     def _fits(self, state: RequestState, prefix: _Prefix, num_reserved: int) -> bool:
         pool = self._pages
-        num_shared = sum(pool.num_owners(page) == 0 for page in prefix.pages)  # free pages that are about to be shared
+        num_shared = sum(pool.num_owners(page) == 0 for page in prefix.pages)  # they count as free
         num_new = pool.num_pages_for(len(state.token_ids)) - len(prefix.pages) + prefix.is_copied
         return pool.num_free - num_shared >= num_new + num_reserved
 
     def _share_prefix(self, state: RequestState, prefix: _Prefix) -> None:
-        """Own the pages of a prefix, and a copy of the last one if it will be written to."""
+        """Add the request as an owner of a prefix's pages; copy the last page if the request will write to it."""
         pages = state.pages
         for page in prefix.pages:
             self._pages.share(page)
@@ -284,21 +294,21 @@ class StepPlanner:
 
 
 class _Prefix(NamedTuple):
-    """Cached pages that a request starts with. The last one is copied if the request has to write into it."""
+    """Cached pages that a request starts with. The last page is copied if the request has to write to it."""
 
     pages: list[int]
     num_tokens: int
-    """Tokens that need not be computed: all tokens of the pages, minus one if the request has no more than those."""
+    """Tokens that need not be computed: all tokens of the pages, or one less if the request has no further token."""
     is_copied: bool = False
 
     def without_copy(self, page_size: int) -> _Prefix:
-        """The same with the last page recomputed."""
+        """The prefix without its last page, which is recomputed instead."""
         pages = self.pages[:-1]
         return _Prefix(pages, len(pages) * page_size)
 
 
 def _find_prefix(state: RequestState, pool: PagePool) -> _Prefix:
-    """The longest cached prefix of a request's known tokens. Its last token is always computed, to sample after it."""
+    """The longest cached prefix of a request's known tokens. The last token is always computed, to sample the next."""
     if not pool.keeps_prefixes or state.request.sampling.prompt_logprobs is not None:
         return _Prefix([], 0)
     pages: list[int] = []

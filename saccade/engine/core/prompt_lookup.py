@@ -1,20 +1,22 @@
-"""Speculative decoding by prompt lookup: propose the tokens that followed the last few tokens when they occurred before. No torch.
+"""Speculative decoding by prompt lookup: draft what followed an earlier occurrence of the last tokens. No torch.
 
     ... the red car is parked ... | the red      draft: car is parked
 
-Outputs often repeat their prompt and themselves (names, code, tables, lists). The model computes all drafts in one step and keeps those
-that it samples itself, so output tokens do not change at any temperature.
+Outputs often repeat their prompt and themselves (names, code, tables, lists). The model computes all drafts in one
+step and keeps those that it samples itself, so output tokens do not change at any temperature.
 
-Drafting is switched on per request, when it pays: the lookup predicts every next token of a request on the host, at no cost on the device,
-and compares. When enough recent tokens were predicted, the request drafts; when too few drafts are accepted, it stops.
+Each request starts and stops drafting on its own. For every request the host predicts the next token by lookup, at no
+cost on the device, and compares it with the sampled one. When enough recent tokens were predicted, the request drafts;
+when too few drafts are accepted, it stops.
 
-What is enough depends on what a token more costs. On a CPU that is known from the times of earlier steps: a draft costs a token's share of a
-step, an accepted one saves a request's share of a step (`min_rate`). With one request a step takes hardly longer with drafts; with
-many, a draft costs as much as it saves. On a GPU a request that drafts also waits for the tokens of every step, while the others are a step ahead, so
-that the rate is fixed there, and with many running requests nothing is looked up.
+The rate that is enough depends on the cost of one more token in a step. On a CPU the cost is known from the times of
+earlier steps: a draft costs one more token, an accepted draft saves the request's share of a step (`min_rate`). With
+one request, drafts hardly make a step longer; with many, a draft costs as much as it saves. On a GPU a request that
+drafts also waits until its tokens are read, while other requests are planned a step ahead. So the rate is fixed there,
+and with many running requests none drafts.
 
-Per request, a table maps each n-gram to where it occurred last; it grows with the request. Tokens of images are in no n-gram and are
-never drafted.
+A table per request maps each n-gram to its last occurrence and grows with the request. Image tokens are in no n-gram
+and are never drafted.
 """
 
 from __future__ import annotations
@@ -27,41 +29,41 @@ from saccade.engine.core.request_state import RequestState
 from saccade.engine.request import ImageSpan
 
 START_RATE = 0.5
-"""Fraction of recent tokens predicted at which a request starts drafting, unless costs are known."""
+"""Fraction of recent tokens predicted at which a request starts drafting, unless token costs are known."""
 _HYSTERESIS = 0.1
-"""How much lower the rate is at which it stops."""
+"""The rate at which a request stops drafting is lower by this."""
 _MIN_START_RATE, _MAX_START_RATE = 0.3, 0.9
 WEIGHT, WEIGHT_ON_CPU = 0.1, 0.2
-"""Weight of the newest token in that average. Seven predicted tokens in a row reach a rate of 0.5, on a CPU of 0.8: there a wrong start costs
-little, as no step waits for another."""
+"""Weight of the newest token in the rate. On a CPU it is higher because a wrong start costs little: steps do not overlap
+there."""
 _TOKENS_AT_ONCE = 4096
-"""Tokens that enter the table per call, about 3 ms. A longer prompt takes several."""
+"""Maximum tokens indexed per call, which takes about 3 ms. A longer prompt takes several calls."""
 _MAX_TOKENS = 32768
-"""Of a longer prompt only the last tokens are indexed: the table takes about 300 bytes per token."""
+"""Maximum tokens of a prompt that are indexed, its last ones: the table takes about 300 bytes per token."""
 
 
 @dataclass(eq=False)
 class _History:
-    """What is known of one request."""
+    """Lookup table and prediction rate of one request."""
 
     last: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """For each n-gram, the index after its last occurrence. Never the end of the text, which nothing follows yet."""
+    """For each n-gram, the index of the token after its last occurrence, which is a known token."""
     num_indexed: int = 0
-    """N-grams that end at this token or before are in the table."""
+    """The table has the n-grams of this many leading tokens."""
     predicted: int | None = None
     """Prediction of the next token."""
     num_known: int = 0
-    """Tokens when it was made."""
+    """Known tokens when the prediction was made."""
     rate: float = 0.0
     """Fraction of recent tokens predicted."""
     is_drafting: bool = False
 
 
 def min_rate(cost: float, num_drafts: int) -> float | None:
-    """The rate of predicted tokens from which `num_drafts` drafts pay; None: they never do.
+    """The rate of predicted tokens above which `num_drafts` drafts pay. None: they never pay.
 
-    cost: of one more token in a step, as a fraction of what a request's token costs without drafts. The drafts cost `cost * num_drafts`,
-    and save a token each up to the first that is wrong: rate + rate^2 + ... of them.
+    `cost`: one more token in a step, as a fraction of a request's token without drafts. The drafts cost `cost *
+    num_drafts` and save one token each up to the first wrong one, in expectation rate + rate^2 + ...
     """
     if cost >= 1:
         return None
@@ -74,7 +76,7 @@ def min_rate(cost: float, num_drafts: int) -> float | None:
 
 
 class PromptLookup:
-    """Drafts for all requests."""
+    """Proposes drafts for all requests, and decides which requests draft."""
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 2, weight: float = WEIGHT) -> None:
         assert 1 <= min_ngram <= max_ngram, f"n-grams of {min_ngram} to {max_ngram} tokens"
@@ -83,12 +85,12 @@ class PromptLookup:
         self._histories: dict[str, _History] = {}
 
     def is_drafting(self, state: RequestState) -> bool:
-        """Whether the request drafts, and so has to wait for the tokens of its steps in flight."""
+        """Whether the request drafts, so that it has to wait until its tokens in flight are read."""
         history = self._histories.get(state.request.id)
         return history is not None and history.is_drafting
 
     def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
-        """Up to `num_tokens` draft tokens after the known ones of a request that drafts."""
+        """Propose up to `num_tokens` tokens after the known ones, if the request drafts."""
         history = self._histories.get(state.request.id)
         if history is None or not history.is_drafting or num_tokens < 1:
             return ()
@@ -97,8 +99,10 @@ class PromptLookup:
         return () if start is None else _copied(state, start, num_tokens)
 
     def observe(self, state: RequestState, num_new: int, num_drafts: int) -> None:
-        """The request has `num_new` new known tokens, from a step with `num_drafts` drafts. None for a request whose samples depend on
-        which drafts are accepted: with penalties or a grammar."""
+        """Learn from `num_new` new known tokens of a request, sampled in a step with `num_drafts` drafts.
+
+        Requests with penalties or a grammar never draft: their samples depend on which drafts are accepted.
+        """
         sampling = state.request.sampling
         if num_new == 0 or sampling.has_penalties or sampling.structured is not None:
             return
@@ -119,17 +123,17 @@ class PromptLookup:
         history.num_known = len(state.token_ids)
 
     def set_cost(self, cost: float, num_drafts: int) -> None:
-        """Draft where it pays at this cost, see `min_rate`."""
+        """Set the rate from which drafts pay at this cost; see `min_rate`."""
         rate = min_rate(cost, num_drafts)
         self._start = math.inf if rate is None or rate > _MAX_START_RATE else max(rate, _MIN_START_RATE)
 
     def pause(self) -> None:
-        """Too many requests run for drafts to pay: none drafts."""
+        """Stop drafting for all requests: drafts do not pay while many requests run."""
         for history in self._histories.values():
             history.is_drafting = False
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the table of an ended request."""
         self._histories.pop(request_id, None)
 
     def _learn(self, history: _History, *, hits: int, misses: int) -> None:
@@ -138,20 +142,20 @@ class PromptLookup:
         history.is_drafting = history.rate >= self._start - _HYSTERESIS * history.is_drafting
 
     def _index(self, history: _History, state: RequestState) -> None:
-        """Index n-grams that end before the last token, some thousands at most."""
+        """Index n-grams that end before the last token, at most `_TOKENS_AT_ONCE` tokens per call."""
         start, ids, last = history.num_indexed, state.token_ids, history.last
         end = min(len(ids) - 1, start + _TOKENS_AT_ONCE)
         if start >= end:
             return
-        for first, behind in _text_spans(state.request.images, end):
-            for index in range(max(first, start) + 1, behind + 1):
+        for text_start, text_end in _text_spans(state.request.images, end):
+            for index in range(max(text_start, start) + 1, text_end + 1):
                 for length in self._lengths:
-                    if index - length >= first:
+                    if index - length >= text_start:
                         last[tuple(ids[index - length : index])] = index
         history.num_indexed = end
 
     def _find(self, history: _History, state: RequestState) -> int | None:
-        """The index after the longest n-gram that the tokens end with and that occurred before."""
+        """The index after the last occurrence of the longest n-gram that the tokens end with."""
         for length in self._lengths:
             index = history.last.get(tuple(state.token_ids[-length:]))
             if index is not None:
@@ -160,20 +164,20 @@ class PromptLookup:
 
 
 def _copied(state: RequestState, start: int, num_tokens: int) -> list[int]:
-    """Tokens from `start` on, up to an image or the end of the output. After the last token the copies follow: a loop continues."""
+    """Tokens from `start` up to an image or a stop token. Copies follow the last token, so that a loop continues."""
     request, ids = state.request, state.token_ids
     stop = min((image.start for image in request.images if image.start >= start), default=start + num_tokens)
     copied: list[int] = []
     for index in range(start, min(start + num_tokens, stop)):
-        behind = index - len(ids)
-        copied.append(ids[index] if behind < 0 else copied[behind])
+        past_end = index - len(ids)
+        copied.append(ids[index] if past_end < 0 else copied[past_end])
         if copied[-1] in request.stop_ids:
             break
     return copied
 
 
 def _text_spans(images: Sequence[ImageSpan], end: int) -> Iterator[tuple[int, int]]:
-    """Start and end of every run of text in the first `end` tokens."""
+    """Start and end of every run of text tokens among the first `end` tokens."""
     first = 0
     for image in images:
         yield first, min(image.start, end)

@@ -12,11 +12,11 @@ from saccade.engine.core.pages import PagePool, page_key, root_key
 from saccade.engine.request import ImageSpan, Request
 
 AGEING = 64
-"""Arrivals that make up for one level of priority."""
+"""Number of arrivals that one level of priority is worth."""
 
 
 class RequestState:
-    """Scheduler state of one open request. It uses `images[first_image:next_image]`; earlier ones are fully computed."""
+    """Scheduler state of an open request. It uses `images[first_image:next_image]`; earlier ones are fully computed."""
 
     __slots__ = (
         "first_image",
@@ -49,43 +49,43 @@ class RequestState:
         self.order = (arrival + AGEING * request.priority, arrival)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.token_limit = min(self.num_prompt_tokens + request.sampling.max_tokens, max_length)
-        self.token_ids = list(request.token_ids)  # known tokens: the prompt, then the output tokens read back so far
-        self.num_computed_tokens = 0  # their keys and values are in the pages once the steps in flight have run
+        self.token_ids = list(request.token_ids)  # known tokens: prompt, then output tokens read so far
+        self.num_computed_tokens = 0  # tokens whose KV is in the pages once the steps in flight have run
         self.num_pending = 0  # tokens sampled in steps in flight
-        self.pages: list[int] = []  # its page table
-        self.num_pages_sent = 0  # leading pages that plans have named
+        self.pages: list[int] = []  # page table
+        self.num_pages_sent = 0  # leading pages that earlier plans have sent to the device
         self.num_ready_tokens = 0  # tokens that can be computed without another page or image
-        self.slot: int | None = None  # in the runner's tables, while it runs
-        self.num_start_tokens = 0  # tokens known when it got the slot; later ones were sampled in it
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first started
+        self.slot: int | None = None  # index into the runner's tables; None while it waits
+        self.num_start_tokens = 0  # tokens known when it got its slot; later ones were sampled in it
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at its first start
         self.num_preemptions = 0
-        self.num_sent = self.num_prompt_tokens  # known tokens before those of its next output
-        self.next_output_at = self.num_prompt_tokens + 1  # known tokens with which that is sent
-        self.num_prompt_logprobs_sent = 1  # prompt tokens whose log-probabilities were sent; the first has none
+        self.num_sent = self.num_prompt_tokens  # known tokens that were sent, counting the prompt
+        self.next_output_at = self.num_prompt_tokens + 1  # the next output is sent when this many tokens are known
+        self.num_prompt_logprobs_sent = 1  # prompt tokens with log-probabilities sent; the first has none
         self.image_keys = [salted(request.salt, image.key) for image in request.images]
-        self.page_keys: list[bytes] = []  # of its full pages, computed on demand; known tokens never change
-        self.num_registered = 0  # leading pages already in the prefix cache
+        self.page_keys: list[bytes] = []  # prefix-cache keys of its full pages, computed on demand
+        self.num_registered = 0  # leading pages that are registered in the prefix cache
         self.first_image = self.next_image = 0
         self.has_drafts_in_flight = False  # the number of accepted drafts is not known yet
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, counting pending ones."""
+        """Number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def images_in_use(self) -> list[bytes]:
-        """Salted keys, one for each use."""
+        """Salted keys of the images in use; an image used twice is listed twice."""
         return self.image_keys[self.first_image : self.next_image]
 
     @property
     def has_images_left(self) -> bool:
-        """Whether tokens of an image are not computed yet."""
+        """Whether some token of an image is not computed yet."""
         return self.first_image < len(self.image_keys)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that can be computed now: known or pending ones, none while drafts are in flight."""
+        """Known or pending tokens that are not computed; 0 while drafts are in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
         if self.has_drafts_in_flight or num_tokens >= self.token_limit:
             return 0
@@ -93,7 +93,7 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt is computed, so that a late step delays its output."""
+        """Whether its prompt is computed, so that a long step delays its next output token."""
         return self.num_computed_tokens >= self.num_prompt_tokens
 
     def start_at(self, num_computed_tokens: int) -> None:
@@ -102,7 +102,7 @@ class RequestState:
         self.first_image = self.next_image = _first_ending_after(self.request.images, num_computed_tokens)
 
     def page_key(self, index: int, page_size: int) -> bytes:
-        """Prefix-cache key of its page `index`, all of whose tokens are known."""
+        """Prefix-cache key of page `index`, all of whose tokens must be known."""
         keys, request = self.page_keys, self.request
         while len(keys) <= index:
             start = len(keys) * page_size
@@ -127,7 +127,7 @@ def _images_within(images: tuple[ImageSpan, ...], start: int, end: int) -> list[
 
 
 class Queues:
-    """Running and waiting requests, by order, and the slots, pages and images they hold. Waiting requests hold nothing."""
+    """Running and waiting requests in order, with the slots, pages and images they hold. Waiting requests hold none."""
 
     def __init__(self, max_requests: int, pages: PagePool, encoder_cache: EncoderCache) -> None:
         self.pages = pages
@@ -137,7 +137,7 @@ class Queues:
         self.num_preemptions = 0
         self._max_requests = max_requests
         self._states: dict[str, RequestState] = {}
-        self._free_slots = list(range(max_requests))  # a heap: low slots first
+        self._free_slots = list(range(max_requests))  # a heap: the lowest slot is taken first
 
     def __len__(self) -> int:
         return len(self._states)
@@ -149,7 +149,7 @@ class Queues:
         return request_id in self._states
 
     def in_order(self) -> Iterator[RequestState]:
-        """Running requests, then waiting ones, each by order."""
+        """Running requests, then waiting ones, each sorted by `order`."""
         yield from self.running
         yield from self.waiting
 
@@ -204,7 +204,7 @@ class Queues:
             assert holds_nothing, f"request {state.request.id} is waiting but holds resources"
 
     def _release(self, state: RequestState) -> None:
-        """Free pages, images and slot."""
+        """Free the pages, images and slot of a request."""
         self.pages.free(reversed(state.pages))
         state.pages, state.num_pages_sent = [], 0
         for key in state.images_in_use:

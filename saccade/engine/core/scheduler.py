@@ -1,32 +1,33 @@
-"""Schedule engine steps: which tokens of which requests the next step computes. Plain Python over integers: no torch, no clock.
+"""Schedule engine steps: choose the tokens that the next step computes. Plain Python over integers, no torch, no clock.
 
     plan = scheduler.plan()             the next step (`planner.py`)
     scheduler.update(plan, result)      append its tokens
 
-Chunked prefill and decode share every step. A step computes one token of each decoding request, then fills its token budget with
-prompt chunks. The next plan may be made before the previous step's tokens are read: a token that is sampled but not read is pending,
-and can be computed because the device has it.
+Chunked prefill and decode share every step. A step computes one token of each decoding request, then fills its token
+budget with prompt chunks. The next plan may be made before the previous step's tokens are read: a token that is sampled
+but not read is pending, and can be computed because the device has it.
 
-Order. Requests are served by arrival, plus `AGEING` arrivals per level of priority. Only finitely many requests ever precede a given
-one, and each is finite, so no request starves even if the budget is below one token per request.
+Order. Requests are served by arrival, plus `AGEING` arrivals per level of priority. Only finitely many requests ever
+precede a given one, and each is finite, so no request starves even if the budget is below one token per request.
 
-Pages are allocated on demand. When none is free, the running request last in order is preempted; its pages stay in the prefix cache
-until they are needed. A request starts only if there are pages for all its known tokens in addition to those that running prompts
-still need, and no later request starts before it.
+Pages are allocated on demand. When no page is free, the running request last in order is preempted; its pages stay in
+the prefix cache until they are needed. A request starts only if there are pages for all its known tokens in addition to
+those that running prompts still need, and no later request starts before it.
 
-Images are encoded in passes of the vision encoder, in parts that steps run before their chunks (`image_policy.py`).
+Images are encoded in passes of the vision encoder. A pass is divided into parts, which steps run before their chunks
+(`image_policy.py`).
 
-No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
-others can be preempted. A request acquires its images in order, from the first that is not computed, and releases each when a chunk
-leaves it. So a request that uses images can compute all of them without acquiring another one. When the encoder cache has no free
-slots for one request, no later request acquires an image in that step, not even a cached one: otherwise a popular image could
-stay in use forever.
+No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages,
+because all others can be preempted. A request acquires its images in order, from the first that is not computed, and
+releases each when a chunk passes its end. So a request that uses images can compute all of them without acquiring
+another one. When the encoder cache has no free slots for one request, no later request acquires an image in that step,
+not even a cached one: otherwise a popular image could stay in use forever.
 
-Order on the device. Steps run one after another: each copies pages, runs its parts of the encoder, then its chunks. So what a plan
-frees may be written by the next plan, even while the step is in flight, but not by the plan itself: pages that it copies from and
-images that it reads last are freed when the plan is complete. A step is sampled by a second launch, with the settings and token
-counts that its slots have at that time. So a slot is not reused while a launched step that names it is not sampled: the runner
-samples a step before it launches the next plan.
+Order on the device. Steps run one after another: each copies pages, runs its parts of the encoder, then its chunks. So
+the next plan may write what a plan frees, even while the step is in flight. The plan itself may not: pages that it
+copies from and images that it reads last are freed when the plan is complete. A step is sampled by a second launch,
+with the settings and token counts that its slots have at that time. So a slot is not reused while a launched step that
+names it is not sampled: the runner samples a step before it launches the next plan.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
 from saccade.errors import ConfigError, ImageError, RequestError
 
 _MAX_COUNTED = 64
+"""Maximum requests that `work_left` counts."""
 
 
 class WorkLeft(NamedTuple):
@@ -55,7 +57,7 @@ class WorkLeft(NamedTuple):
     num_prompt_tokens: int
     """Their prompt tokens that are not computed."""
     num_ready_tokens: int
-    """Of these, tokens that the next step can compute: those before the first image, in the order of requests, that it cannot read."""
+    """Prompt tokens that the next step can compute: those before the first image whose features it cannot read."""
     num_patches: int
     """Patches of their images whose encoding has not started."""
 
@@ -65,17 +67,17 @@ class Limits:
     """Limits of the scheduler."""
 
     max_requests: int
-    """Requests that run at once; slots are numbered below this."""
+    """Maximum running requests; slots are numbered from 0 to one less."""
     max_step_tokens: int
-    """Tokens computed in a step."""
+    """Maximum tokens of a step."""
     max_step_chunks: int
-    """Requests with more than one token in a step."""
+    """Maximum requests with more than one token in a step."""
     max_encoder_patches: int
-    """Patches in one pass of the vision encoder; an image with more is encoded alone."""
+    """Maximum patches of a vision encoder pass; an image with more is encoded alone."""
     max_length: int
-    """Tokens of prompt and output together."""
+    """Maximum tokens of prompt and output together."""
     max_draft_tokens: int = 0
-    """Draft tokens per request and step."""
+    """Maximum draft tokens per request and step."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
@@ -86,11 +88,11 @@ class Limits:
 class _InFlight(NamedTuple):
     plan: StepPlan
     planned: Sequence[PlannedChunk]
-    """One for each chunk."""
+    """One entry for each chunk of the plan."""
 
 
 class Scheduler:
-    """All open requests."""
+    """Plans steps over all open requests."""
 
     def __init__(
         self,
@@ -121,12 +123,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none, including preempted ones."""
+        """Requests without a slot, including preempted ones."""
         return len(self._queues.waiting)
 
     @property
     def num_preemptions(self) -> int:
-        """Requests preempted so far."""
+        """Number of preemptions so far."""
         return self._queues.num_preemptions
 
     @property
@@ -135,7 +137,7 @@ class Scheduler:
         return [state.num_computed_tokens >= state.num_prompt_tokens for state in self._queues.running].count(True)
 
     def work_left(self) -> WorkLeft:
-        """Work of the first requests that do not decode, up to 64: more make no difference to a step."""
+        """Count the work of requests that do not decode, up to `_MAX_COUNTED`: more make no difference to a step."""
         num_requests = num_tokens = num_patches = 0
         seen: set[bytes] = set()
         num_ready: int | None = None
@@ -154,21 +156,21 @@ class Scheduler:
         return WorkLeft(num_requests, num_tokens, num_tokens if num_ready is None else num_ready, num_patches)
 
     def next_pass(self, max_patches: int) -> NextPass | None:
-        """The pass of the encoder in progress, or the one that could begin with up to `max_patches` patches."""
+        """The encoder pass in progress, or the one that could begin with up to `max_patches` patches."""
         return self.images.next_pass(self._queues.in_order(), max_patches)
 
     def find(self, request_id: str) -> RequestState | None:
-        """The open request with this id."""
+        """The state of the open request with this id."""
         return self._queues.find(request_id)
 
     def request_ids(self) -> list[str]:
-        """All open requests, in order of arrival."""
+        """Ids of all open requests, in order of arrival."""
         return [state.request.id for state in self._queues]
 
     # ---- add and end requests
 
     def add(self, request: Request) -> None:
-        """Add a request to the waiting queue. RequestError: it could not run even alone."""
+        """Add a request to the waiting queue. RequestError: it could not run even if it were alone."""
         assert request.id not in self._queues, f"request {request.id} was added before"
         self._check_can_run(request)
         self._queues.add(RequestState(request, self._num_added, self.limits.max_length))
@@ -189,21 +191,24 @@ class Scheduler:
         if num_pages > pages.num_pages:
             raise RequestError(
                 f"A prompt of {num_prompt} tokens with up to {request.sampling.max_tokens} output tokens needs "
-                f"{num_pages} pages; the KV cache has {pages.num_pages}. Lower max_tokens, shorten the prompt, or raise "
-                "num_pages"
+                f"{num_pages} pages; the KV cache has {pages.num_pages}. Lower max_tokens, shorten the prompt, "
+                "or raise num_pages"
             )
         for image in request.images:
             if not self.encoder_cache.fits(image.num_tokens):
                 raise ImageError(
                     f"An image takes {image.num_tokens} tokens; the encoder cache has "
-                    f"{self.encoder_cache.num_slots * ENCODER_SLOT_TOKENS}. Use a smaller image, or raise encoder_cache_tokens"
+                    f"{self.encoder_cache.num_slots * ENCODER_SLOT_TOKENS}. "
+                    "Use a smaller image, or raise encoder_cache_tokens"
                 )
             if self.images.is_quarantined(image.key):
                 raise ImageError("An image of this request could not be encoded before; send another one")
 
     def end(self, request_id: str, reason: FinishReason, failure: Failure | None = None) -> RequestOutput | None:
-        """End a request at once, even while a step computes it: cancelled, failed, or complete for a reason outside the scheduler
-        such as a stop string. None: no such open request."""
+        """End a request at once, even while a step computes it. None: no such open request.
+
+        It is cancelled, failed, or complete for a reason outside the scheduler such as a stop string.
+        """
         state = self._queues.find(request_id)
         return None if state is None else self._end(state, reason, failure)
 
@@ -221,8 +226,9 @@ class Scheduler:
     ) -> StepPlan | None:
         """Schedule the next step. None: nothing can be computed before a step in flight is read, or at all.
 
-        `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
-        Requests in `deferred` are left out while a token of theirs is not read. `turn` limits the encoder while requests decode.
+        `token_budget` limits the prompt tokens of the step, with a minimum of one; decode tokens are not limited by it.
+        `deferred` requests are left out while one of their tokens is not read. `turn` limits the encoder while requests
+        decode.
         """
         while True:
             num_running = self.num_running
@@ -234,7 +240,7 @@ class Scheduler:
                 return plan
             if self.num_running == num_running:
                 break
-            # A request was preempted and may have released an image that others were waiting for.
+            # A request was preempted, which may have released an image that others wait for.
         assert self._in_flight or self.images.is_encoding or not self.has_work, (
             "there is work and nothing in flight, but nothing can be computed"
         )
@@ -250,9 +256,9 @@ class Scheduler:
         return StepPlanner(self._queues, self.images, step, self._drafter, deferred)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Append the sampled tokens; returns the new output of each request. Requests that ended meanwhile are skipped.
+        """Append the sampled tokens; returns the new output of each request, except of those that ended meanwhile.
 
-        Plans are updated in the order in which they were made.
+        Results are passed in the order of their plans.
         """
         in_flight = self._in_flight.pop(0)
         assert in_flight.plan is plan, "steps are read in the order in which they were planned"
@@ -271,7 +277,10 @@ class Scheduler:
         return outputs
 
     def finish_encoding(self, results: Iterable[EncodeResult]) -> list[RequestOutput]:
-        """Mark images as encoded; returns the requests that failed by one. An image that failed is refused from then on."""
+        """Mark images as encoded; returns the last outputs of requests with an image that failed.
+
+        Later requests with that image are refused.
+        """
         outputs = []
         for key, failure in self.images.finish(results) if results else ():
             users = [state for state in self._queues.running if key in state.images_in_use]
@@ -302,7 +311,7 @@ class Scheduler:
 
     @staticmethod
     def _unsent_prompt_logprobs(state: RequestState, chunk: Chunk, given: ChunkResult) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of tokens that were not sent yet: a preempted request computes its prompt again."""
+        """Prompt log-probabilities that were not sent before: a preempted request computes its prompt again."""
         first, sent = chunk.start + 1, state.num_prompt_logprobs_sent
         if first + len(given.prompt_logprobs) <= sent:
             return ()
@@ -310,7 +319,7 @@ class Scheduler:
         return given.prompt_logprobs[sent - first :]
 
     def _register_pages(self, state: RequestState, num_tokens: int) -> None:
-        """Put pages full of computed and known tokens into the prefix cache."""
+        """Register the request's full pages, up to `num_tokens` computed and known tokens, in the prefix cache."""
         page_size = self.pages.page_size
         if self.pages.keeps_prefixes:
             for index in range(state.num_registered, num_tokens // page_size):
@@ -324,13 +333,13 @@ class Scheduler:
         self._queues.check()
 
     def is_idle_clean(self) -> bool:
-        """Whether no request is open and nothing remains of ended ones."""
+        """Whether no request is open and ended requests hold no pages."""
         self.check()
         return not self.has_work and self.pages.num_free == self.pages.num_pages
 
 
 def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
-    """Append tokens up to one that ends the request; later ones are dropped."""
+    """Append tokens up to the one that ends the request; drop later ones."""
     request, known = state.request, state.token_ids
     for token in tokens:
         known.append(token)
@@ -342,7 +351,7 @@ def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
 
 
 def _settle_pending(state: RequestState, chunk: Chunk) -> None:
-    """Count the chunk's pending tokens as known, or as rejected drafts."""
+    """Stop counting the chunk's sampled tokens as pending: they are known now, or rejected drafts."""
     state.num_pending -= 1 + len(chunk.drafts)
     state.has_drafts_in_flight = False
 
@@ -354,7 +363,7 @@ def _output(
     logprobs: tuple[TokenLogprobs, ...] = (),
     prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestOutput:
-    """The new output of a request since its last one."""
+    """The tokens of a request that were not sent yet, as an output."""
     token_ids = tuple(state.token_ids[state.num_sent :])
     if token_ids:
         state.num_sent += len(token_ids)

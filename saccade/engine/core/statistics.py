@@ -1,4 +1,4 @@
-"""Counters of an engine core, and the object that counts."""
+"""Counters of an engine core, and the object that updates them."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ class Statistics:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
-    """Prompt tokens computed, without cached ones."""
+    """Prompt tokens computed, without those found in the prefix cache."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_images_encoded: int = 0
     num_encoder_cache_queries: int = 0
-    """Images that requests looked up in the encoder cache. An image in a cached prefix is not looked up."""
+    """Images looked up in the encoder cache. An image in a cached prefix is not looked up."""
     num_encoder_cache_hits: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_failures: int = 0
     num_late_captures: int = 0
-    """CUDA graphs captured while serving: each delays a step."""
+    """CUDA graphs captured while serving; each delays a step."""
     num_late_compiles: int = 0
-    """Kernels compiled, or read from the cache, while serving: each delays a step."""
+    """Kernels compiled, or read from the kernel cache, while serving; each delays a step."""
     num_eager_steps: int = 0
     """Steps that ran without a CUDA graph on a GPU that uses them."""
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    """Requests by finish reason."""
+    """Ended requests by finish reason."""
     encode_counts: Sequence[int] = ()
-    """Images by the seconds from the start of their encoding until its result was read, in buckets of `STAGE_SECONDS`."""
+    """Images by the seconds from the launch of their encoding until its result was read, in `STAGE_SECONDS` buckets."""
     encode_total_s: float = 0.0
     queue_counts: Sequence[int] = ()
-    """Requests by the seconds they waited for a slot, in the same buckets."""
+    """Requests by the seconds that they waited for a slot, in the same buckets."""
     queue_total_s: float = 0.0
 
 
 class StatisticsCounter:
-    """Counts what the loop reports to it. One thread counts, any may read `statistics`."""
+    """Updates the statistics from the loop's reports. One thread counts; any thread may read `statistics`."""
 
     def __init__(self, num_free_pages: int, clock: Callable[[], float]) -> None:
         self.statistics = Statistics(num_free_pages=num_free_pages)
         self._clock = clock
-        self._added_at: dict[str, float] = {}  # requests that have not started
+        self._added_at: dict[str, float] = {}  # by request that has not started
         self._encoding_since: dict[bytes, float] = {}
         self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
 
     def count_added(self, request_id: str) -> None:
-        """Count the time that the request waits from now on."""
+        """Start measuring how long a request waits for a slot."""
         self._added_at[request_id] = self._clock()
 
     def count_launch(
         self, plan: StepPlan, num_prompt_tokens: int, scheduler: Scheduler, device: DeviceCounters
     ) -> None:
-        """Count a step that was launched."""
+        """Count a step when it is launched."""
         statistics = self.statistics
         statistics.num_steps += 1
         statistics.num_prompt_tokens += num_prompt_tokens
@@ -77,7 +77,7 @@ class StatisticsCounter:
             self._count_starts(plan)
 
     def _count_starts(self, plan: StepPlan) -> None:
-        """Count requests that got a slot and images whose encoding has begun."""
+        """Count the requests that get a slot and the images that a plan encodes."""
         now = self._clock()
         self.statistics.num_images_encoded += len(plan.images)
         self._encoding_since |= {image.key: now for image in plan.images}
@@ -87,7 +87,7 @@ class StatisticsCounter:
         self.statistics.queue_total_s = self._queue_times.total_s
 
     def count_result(self, result: StepResult) -> None:
-        """Count a step that was read."""
+        """Count a step when its result is read."""
         if result.images:
             self._count_encoded(result.images)
 
@@ -98,7 +98,7 @@ class StatisticsCounter:
         self.statistics.encode_total_s = self._encode_times.total_s
 
     def count_outputs(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count tokens and ends of requests."""
+        """Count output tokens and ended requests."""
         statistics = self.statistics
         for output in outputs:
             statistics.num_output_tokens += len(output.token_ids)
@@ -109,7 +109,7 @@ class StatisticsCounter:
                 statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
 
     def count_queues(self, scheduler: Scheduler, num_compiling: int) -> None:
-        """Count requests and free pages of now."""
+        """Set the current numbers of requests and free pages."""
         statistics = self.statistics
         statistics.num_running = scheduler.num_running
         statistics.num_waiting = scheduler.num_waiting + num_compiling

@@ -1,4 +1,4 @@
-"""What the core asks of the device: a `StepRunner` executes plans. `device/runner.py` is the real one."""
+"""The interface between core and device: a `StepRunner` executes plans. `device/runner.py` implements it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class DeviceInfo:
     """Sizes of a runner that the core plans with."""
 
     max_length: int
-    """Tokens of prompt and output together."""
+    """Maximum tokens of prompt and output together."""
     vocab_size: int
-    """Tokens the model knows."""
+    """Vocabulary size of the model."""
     num_pages: int
     """Pages of the KV cache."""
     max_draft_tokens: int
-    """Draft tokens per request and step."""
+    """Maximum draft tokens per request and step."""
     max_pass_patches: int
-    """Patches of a pass of the vision encoder with several images."""
+    """Maximum patches of a vision encoder pass with several images."""
     is_cpu: bool
-    """Whether the host computes the steps itself."""
+    """Whether the model runs on the CPU."""
 
 
 class DeviceCounters(NamedTuple):
-    """Events since the engine was ready that delay steps."""
+    """Counts, since the engine was ready, of events that delay steps."""
 
     num_late_captures: int
     num_late_compiles: int
@@ -52,52 +52,52 @@ class Adapter(Protocol):
 
 
 class StepHandle(Protocol):
-    """A step in flight that is sampled."""
+    """A step whose forward pass and sampling are launched."""
 
     @property
     def is_done(self) -> bool:
-        """Whether reading it does not wait."""
+        """Whether the device has completed the step, so that `read` does not wait."""
 
     def read(self) -> StepResult:
         """Wait for the step and return its result."""
 
 
 class StepRunner(Protocol):
-    """Executes plans in order. A step is two launches, `forward` and `sample`; none of them waits for the device."""
+    """Executes plans in order. A step is two launches, `forward` and `sample`; neither waits for the device."""
 
     config: EngineConfig
     info: DeviceInfo
 
     def register(self, request: Request, prompt: TokenPrompt, adapter_slot: int | None = None) -> None:
-        """Keep the inputs of a request."""
+        """Store the inputs of a request until `unregister`."""
 
     def unregister(self, request_id: str) -> None:
         """Drop the inputs of an ended request."""
 
     @property
     def num_registered(self) -> int:
-        """Registered requests."""
+        """Number of registered requests."""
 
     def forward(self, plan: StepPlan) -> Any:
-        """Launch the forward pass of a plan."""
+        """Launch the encoder parts and the forward pass of a plan."""
 
     def sample(self, step: Any, masks: GrammarMasks | None = None) -> StepHandle:
         """Launch the sampling of a step that `forward` returned."""
 
     def encode_ms(self, num_patches: int) -> float:
-        """Time of a pass of the vision encoder. 0: unknown."""
+        """Time of a vision encoder pass in ms. 0: unknown."""
 
     def read_adapter(self, folder: str) -> Adapter:
         """Read and check an adapter folder, on any thread."""
 
     def set_adapter(self, slot: int, adapter: Any) -> None:
-        """Fill a slot after the steps in flight."""
+        """Write an adapter into a slot, after the steps in flight."""
 
     def counters(self) -> DeviceCounters:
-        """Events that delayed steps."""
+        """Counts of events that delayed steps."""
 
     def start_profile(self, begun: Path) -> None:
-        """Profile this thread and the device; create the file `begun` when it has begun."""
+        """Profile this thread and the device; create the file `begun` once the profile has begun."""
 
     def stop_profile(self, path: Path) -> None:
         """End the profile and write its trace. No effect without one."""

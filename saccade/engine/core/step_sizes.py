@@ -1,4 +1,4 @@
-"""Sizes of steps: a step is rounded up to one of a declared set of sizes, each of which is one CUDA graph. Plain Python."""
+"""Sizes of steps. A step is rounded up to one of a declared set of sizes; each is one CUDA graph. Plain Python."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 STEP_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 4352)
-"""Tokens of captured steps with prefill. Larger steps keep the GPU busy long enough for the host to launch them."""
+"""Tokens of captured steps with prefill. Larger steps run eagerly: the device is slower than their launch."""
 MAX_PREFILL = 4096
-"""Prefill tokens of a step while no request decodes."""
+"""Maximum prefill tokens of a step while no request decodes."""
 MAX_CHUNKS = 32
-"""Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
+"""Prefill requests of every captured step with prefill: a padding request without tokens costs next to nothing."""
 MAX_DRAFTING = 8
-"""Running requests up to which drafts pay on a GPU (`prompt_lookup.py`)."""
+"""Maximum running requests with which drafts pay on a GPU (`prompt_lookup.py`)."""
 _MIXED_SAMPLES = 64
-"""Samples of captured steps with prefill and decode, where not all requests decode."""
+"""Samples of the smaller captured steps with prefill and decode, for when few requests decode."""
 
 
 class StepSize(NamedTuple):
@@ -25,19 +25,19 @@ class StepSize(NamedTuple):
     num_decode: int
     """Decode requests, of one token each."""
     num_chunks: int
-    """Prefill requests. 0: decode alone, which samples after every token."""
+    """Prefill requests. 0: decode alone, with a sample after every token."""
     num_samples: int
 
     @property
     def num_requests(self) -> int:
-        """Requests computed."""
+        """Decode and prefill requests."""
         return self.num_decode + self.num_chunks
 
 
 def step_size(
     *, num_decode: int, num_tokens: int, num_chunks: int, num_samples: int, max_requests: int
 ) -> StepSize | None:
-    """The captured size for a step of this many decode requests, prefill tokens, chunks and samples. None: it runs eagerly."""
+    """The captured size for a step with these requests, prefill tokens and samples. None: it runs eagerly."""
     if num_chunks == 0:
         tokens = _round_decode(num_decode)
         return StepSize(tokens, tokens, 0, tokens)
@@ -51,13 +51,13 @@ def step_size(
 
 
 def prefill_with_decode(budget: int, num_decode: int) -> int:
-    """Up to `budget` prefill tokens which, with so many decode tokens, fill a captured step. Without decode there is no padding."""
+    """The most prefill tokens, up to `budget`, that fill a captured step together with `num_decode` decode tokens."""
     fitting = [tokens - num_decode for tokens in STEP_TOKENS if 0 < tokens - num_decode <= budget]
     return fitting[-1] if fitting else budget
 
 
 def declared_sizes(max_requests: int, max_draft_tokens: int = 0) -> Iterator[StepSize]:
-    """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill, and drafts of few."""
+    """Sizes captured at start-up: decode alone, prefill with and without decode, and drafts of a few requests."""
     for tokens in sorted({_round_decode(n) for n in range(1, max_requests + 1)}):
         yield StepSize(tokens, tokens, 0, tokens)
     for tokens in STEP_TOKENS:
@@ -89,7 +89,7 @@ def _round_decode(num_requests: int) -> int:
 
 
 def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
-    """Tokens, requests and sampled tokens of the largest step, rounded up."""
+    """Tokens, requests and samples of the largest step, rounded up to a captured size."""
     decode, most_samples = _round_decode(max_requests), max_requests + MAX_CHUNKS * (1 + max_draft_tokens)
     samples = max(decode, _round_mixed_samples(most_samples, max_requests))
     return max(max_tokens, STEP_TOKENS[-1], decode), max(decode, max_requests + MAX_CHUNKS), samples

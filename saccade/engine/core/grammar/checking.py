@@ -1,12 +1,13 @@
 """Check grammars of clients in child processes before they are compiled in this one.
 
-A schema of 1 KB can occupy the library for hours and a grammar of 40 KB can overflow the stack; a thread can neither be stopped nor
-survive that. So every new grammar is compiled in a child process first, under a deadline and a memory limit.
+A schema of 1 KB can occupy the library for hours, and a grammar of 40 KB can overflow the stack; a thread cannot be
+stopped, nor survive that. So every new grammar is compiled in a child process first, with a deadline and a memory
+limit.
 
     new grammar -> quick lane: check for 0.25 s, compile  -- it takes longer -->  slow lane: check, compile
 
-Most grammars compile in milliseconds, so slow ones cannot hold them up: each lane has checking processes and threads of its own. No
-thread waits for a check.
+Most grammars compile in milliseconds. So that slow grammars do not delay them, each lane has its own checking
+processes and threads. No thread waits for a check.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from saccade.workers.pool import Job, Worker, WorkerPool
 from saccade.workers.sandbox import ResourceLimits, seal
 
 _STACK_BYTES = 2**28
-"""Stack of a compiling thread. The deepest grammars within the size limits of a request use up to 64 MB."""
+"""Stack of a compiling thread. The deepest grammars within a request's size limits use up to 64 MB."""
 _CHECK_STACK_BYTES = _STACK_BYTES * 7 // 8
 _CHECK_MEMORY_BYTES = 2**32
 """Address space of a checking process."""
 _CHECK_NICENESS = 10
-"""A hostile grammar may take a core for seconds; running requests come first."""
+"""Niceness of a checking process: a hostile grammar may use a CPU core for seconds, and running requests come first."""
 _CHECK_CPU_S = 3600
-"""CPU time of a checking process; then it is replaced."""
+"""CPU time after which a checking process is replaced."""
 
 _stack_lock = threading.Lock()
 _T = TypeVar("_T")
 
 
 def make_checker(config: dict[str, Any]) -> tuple[Callable[[socket.socket], None], None]:
-    """`initialize` of the fork server."""
+    """The `initialize` function of the fork server."""
     return partial(_check_grammars, Vocabulary(**config)), None
 
 
 def _check_grammars(vocabulary: Vocabulary, connection: socket.socket) -> None:
-    """Compile one grammar after another and reply whether that worked."""
+    """Compile one grammar after another and reply with the error, if any."""
     resource.setrlimit(resource.RLIMIT_AS, (_CHECK_MEMORY_BYTES, _CHECK_MEMORY_BYTES))
     os.nice(_CHECK_NICENESS)
     seal(ResourceLimits(memory_bytes=_CHECK_MEMORY_BYTES, file_bytes=0, cpu_s=_CHECK_CPU_S))
@@ -63,17 +64,17 @@ def _check_grammars(vocabulary: Vocabulary, connection: socket.socket) -> None:
 
 
 class _NoChannel:
-    """Grammars travel through the socket."""
+    """No shared memory: grammars are sent through the socket."""
 
     fds = ()
 
 
 class SlowGrammarError(RequestError):
-    """A check in the quick lane did not end in time."""
+    """A check in the quick lane exceeded its time."""
 
 
 class _Check(Job[_NoChannel, bool]):
-    """Compile a grammar in a child process, which may crash or be killed."""
+    """Compiles a grammar in a child process, which may crash or be killed."""
 
     def __init__(self, kind: str, source: str, timeout_s: float, *, is_quick: bool) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class _Check(Job[_NoChannel, bool]):
 
 
 class Lane:
-    """Checking processes, and threads that compile what was checked."""
+    """Processes that check grammars, and threads that compile checked grammars."""
 
     def __init__(self, fork_server: ForkServer, num_workers: int, check_s: float, *, is_quick: bool) -> None:
         self._check_s, self._is_quick = check_s, is_quick
@@ -113,7 +114,7 @@ class Lane:
         return self._checkers.submit(_Check(kind, source, self._check_s, is_quick=self._is_quick))
 
     def run(self, call: Callable[[], None]) -> None:
-        """Call it in a thread of this lane, which has a large stack. No effect when the lane is closed."""
+        """Call `call` in a thread of this lane, which has a large stack. No effect if the lane is closed."""
         with contextlib.suppress(RuntimeError):
             _with_stack(_STACK_BYTES, lambda: self._threads.submit(call))
 

@@ -1,4 +1,4 @@
-"""Compile grammars off the core's thread, and keep those that were used last."""
+"""Compile grammars off the core's thread, and cache the most recently used ones."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.workers.fork_server import ForkServer
 
 _QUICK_CHECK_S = 0.25
-"""Time of a check in the quick lane."""
+"""Time limit of a check in the quick lane."""
 _OWN_LEXER_S = 0.02
-"""A grammar that compiles faster than this gets several lexers."""
+"""A grammar that compiles in less time gets several lexers."""
 
 
 class CompiledGrammar:
     """A compiled grammar.
 
-    States copied from one matcher share its lexer, whose automaton grows as it is used, under a lock. A grammar that compiles
+    States copied from one matcher share its lexer, which is locked while its automaton grows. A grammar that compiles
     quickly gets several matchers, so that masks of requests with the same schema are computed in parallel.
     """
 
     def __init__(self, key: bytes, vocabulary: Vocabulary, structured: StructuredOutput) -> None:
         self.key, self.vocabulary, self.kind, self._structured = key, vocabulary, structured.kind, structured
         self.waiting: list[Future[GrammarState]] = []
-        """Requests that wait until it is compiled."""
+        """Futures of requests that wait until it is compiled."""
         self.check: Future[bool] | None = None
-        """In a child process."""
+        """The check in a child process, while it runs."""
         self.is_growing = False
         self.is_broken = False
-        """A lexer ran into a limit, which its copies share."""
+        """Whether a lexer, which several states share, exceeded a limit."""
         self._matchers: list[Any] = []
         self._seconds = 0.0
         self._num_states = 0
 
     @property
     def is_compiled(self) -> bool:
-        """Whether states can be made."""
+        """Whether `new_state` can be called."""
         return bool(self._matchers)
 
     def can_grow(self, max_matchers: int) -> bool:
-        """Whether another matcher is worth compiling."""
+        """Whether compiling another matcher is worth its time."""
         return self._seconds < _OWN_LEXER_S and len(self._matchers) < max_matchers
 
     def source(self) -> str:
@@ -68,18 +68,18 @@ class CompiledGrammar:
         self._seconds = time.perf_counter() - begin
 
     def _break(self) -> None:
-        """Compile the grammar again for the next request: a lexer, which its states share, ran into a limit."""
+        """Have the grammar compiled again for the next request: a lexer, which states share, exceeded a limit."""
         self.is_broken = True
 
     def new_state(self) -> GrammarState:
-        """A state at the start of the text; takes 0.01 ms."""
+        """A state at the start of the text. Takes 0.01 ms."""
         matcher = self._matchers[self._num_states % len(self._matchers)]
         self._num_states += 1
         return GrammarState(matcher, self.vocabulary, self.kind, self._break)
 
 
 class GrammarCompiler:
-    """Compiles grammars in threads of its own and keeps the most recently used ones. Safe to use from several threads."""
+    """Compiles grammars in its own threads and caches the most recently used ones. Any thread may use it."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GrammarCompiler:
         max_pending: int = 256,
         max_lexers: int = 8,
     ) -> None:
-        """Takes about a second for 150,000 tokens. `vocab_size` is the model's, `max_lexers` the lexers of one grammar."""
+        """`vocab_size`: the model's; `max_lexers`: maximum per grammar. Takes about a second for 150,000 tokens."""
         config: dict[str, Any] = {
             "tokenizer_json": tokenizer.to_json(),
             "control_ids": sorted(tokenizer.special_ids),
@@ -103,7 +103,7 @@ class GrammarCompiler:
         self._vocabulary = Vocabulary(**config)
         self._max_cached, self._max_pending, self._max_lexers = max_cached, max_pending, max_lexers
         self._lock = threading.Lock()
-        """Guards the cache, the number of grammars waiting or being compiled, and who waits for them."""
+        """Guards the cache, the number of pending grammars, and the futures that wait for them."""
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._num_pending = 0
         fork_server = ForkServer(make_checker, config)
@@ -117,7 +117,7 @@ class GrammarCompiler:
 
     @property
     def num_cached(self) -> int:
-        """Compiled grammars kept."""
+        """Number of cached grammars."""
         return len(self._cache)
 
     @property
@@ -126,9 +126,9 @@ class GrammarCompiler:
         return [pid for lane in (self._quick, self._slow) for pid in lane.checker_pids]
 
     def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
-        """A state at the start of the text. Fails with a `RequestError` that says what is wrong with the grammar.
+        """Compile a grammar. The future has a state at the start of the text, or a `RequestError` with the reason.
 
-        The grammar is dropped when all who wait for it have cancelled.
+        The grammar is dropped if all futures that wait for it are cancelled.
         """
         key = hashlib.sha256(json.dumps(structured.to_dict()).encode()).digest()
         future: Future[GrammarState] = Future()
@@ -157,7 +157,7 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """Stop the threads and child processes. Grammars not compiled yet are cancelled."""
+        """Stop the threads and child processes. Cancels pending grammars."""
         self._quick.close()
         self._slow.close()
 
@@ -172,7 +172,7 @@ class GrammarCompiler:
             grammar.check.cancel()
 
     def _checked(self, grammar: CompiledGrammar, lane: Lane, check: Future[bool]) -> None:
-        """Runs in the thread of the checking processes."""
+        """Continue after a check. Runs in the thread that manages the checking processes."""
         error = CancelledError() if check.cancelled() or not grammar.waiting else check.exception()
         if error is None:
             lane.run(partial(self._compile, grammar))
@@ -182,7 +182,7 @@ class GrammarCompiler:
             self._end(grammar, error)
 
     def _compile(self, grammar: CompiledGrammar) -> None:
-        """Compile a checked grammar: a matcher for each request that waits for it, if that is quick."""
+        """Compile a checked grammar; if that is quick, with a matcher for each request that waits for it."""
         try:
             grammar.grow()
             while grammar.can_grow(min(self._max_lexers, len(grammar.waiting))):
@@ -193,7 +193,7 @@ class GrammarCompiler:
             self._end(grammar, None)
 
     def _end(self, grammar: CompiledGrammar, error: BaseException | None) -> None:
-        """Answer all who wait for a grammar."""
+        """Set the result of all futures that wait for a grammar."""
         with self._lock:
             waiting, grammar.waiting = grammar.waiting, []
             self._num_pending -= 1
@@ -205,10 +205,13 @@ class GrammarCompiler:
             if error is None:
                 future.set_result(grammar.new_state())
             else:
-                future.set_exception(copy.copy(error))  # each has a traceback of its own
+                future.set_exception(copy.copy(error))  # each future gets its own traceback
 
     def _leave(self, grammar: CompiledGrammar, future: Future[GrammarState]) -> None:
-        """Drop a grammar that is not compiled when its last request is cancelled. One that is being checked ends with the check."""
+        """Drop a grammar that is not compiled when its last future is cancelled.
+
+        If its check is running, it is dropped when the check ends.
+        """
         if not future.cancelled():
             return
         with self._lock:
@@ -226,7 +229,7 @@ class GrammarCompiler:
             del self._cache[grammar.key]
 
     def _grow(self, grammar: CompiledGrammar) -> None:
-        """Compile one more matcher of a compiled grammar in use, if that is worth it."""
+        """Start compiling another matcher of a cached grammar, if that is worth its time."""
         with self._lock:
             if grammar.is_growing or not grammar.can_grow(self._max_lexers):
                 return
@@ -235,6 +238,6 @@ class GrammarCompiler:
 
     @staticmethod
     def _compile_more(grammar: CompiledGrammar) -> None:
-        with contextlib.suppress(RequestError):  # it has one that works
+        with contextlib.suppress(RequestError):  # it has a matcher that works
             grammar.grow()
         grammar.is_growing = False

@@ -1,4 +1,4 @@
-"""The grammars of an engine core."""
+"""The interface of grammars that an engine core uses: compile, then compute masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saccade.engine.structured import StructuredOutput
 
 
 class Grammars:
-    """The grammars of an engine core: compiled off its thread, their masks computed in parallel."""
+    """Compiles the grammars of an engine core off its thread, and computes their masks in parallel."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -26,7 +26,10 @@ class Grammars:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
-        """A state at the start of the text. Fails with a `UserError` that says what is wrong. Cancelling it ends the work."""
+        """Compile a grammar. The future has a state at the start of the text, or a `UserError` with the reason.
+
+        Cancelling the future stops the compilation.
+        """
         if self._compiler is not None:
             return self._compiler.compile(structured)
         future: Future[GrammarState] = Future()
@@ -34,8 +37,10 @@ class Grammars:
         return future
 
     def prepare(self) -> None:
-        """Set the compiler up in a thread, which takes two seconds for 150,000 tokens; else the first request does. No effect without
-        llguidance."""
+        """Set up the compiler in a thread, so that the first request does not wait for it.
+
+        Takes two seconds for 150,000 tokens. No effect without llguidance.
+        """
         if importlib.util.find_spec("llguidance") is not None:
             self._executor.submit(self._open_compiler)
 
@@ -57,7 +62,7 @@ class Grammars:
         compiled.add_done_callback(lambda done: _copy_result(done, future))
 
     def masks(self, states: Mapping[str, GrammarState]) -> Future[GrammarMasks]:
-        """Compute the masks of the next tokens, by request id. Until that is done the states may not be used."""
+        """Compute the masks of the next tokens. The states, by request id, may not be used until the future is done."""
         assert self._compiler is not None, "a state was compiled"
         assert self._pool is not None, "a state was compiled"
         mask_NW = np.empty((len(states), self._compiler.num_words), np.int32)

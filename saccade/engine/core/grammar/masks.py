@@ -1,4 +1,4 @@
-"""Token masks of many requests, computed in parallel and off the core's thread."""
+"""Compute the token masks of many requests in parallel, off the core's thread."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class MaskPool:
     """Computes the masks of many states in parallel, off the caller's thread."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """By default half of the cores, at most 8."""
+        """`num_threads` is by default half of the CPU cores, at most 8."""
         num_threads = num_threads or max(1, min(8, (os.cpu_count() or 2) // 2))
         self._library_executor = library().LLExecutor(num_threads)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def fill(self, out_NW: NDArray[np.int32], states: Sequence[GrammarState]) -> Future[None]:
-        """Write the masks of the next tokens into contiguous rows: row n is that of state n.
+        """Write the mask of each state's next token into its row of `out_NW`, which is contiguous.
 
-        Neither states nor rows may be used until the future is done; then a state whose `error` is set has failed.
+        Neither states nor rows may be used until the future is done. Then a state with `error` set has failed.
         """
         assert out_NW.flags.c_contiguous, "masks are written through a pointer"
         return self._thread.submit(self._fill, out_NW, states)
@@ -41,10 +41,10 @@ class MaskPool:
     def _fill(self, out_NW: NDArray[np.int32], states: Sequence[GrammarState]) -> None:
         assert len(states) == len(out_NW), "one row per state"
         work = [(state, row) for row, state in enumerate(states) if state.error is None]
-        work.sort(key=lambda entry: entry[0].lexer_id)  # neighbours go to the same thread: no waiting for a lexer
+        work.sort(key=lambda entry: entry[0].lexer_id)  # neighbours run in one thread, so none waits for a lexer
         try:
             self._compute(out_NW, work)
-        except BaseException:  # a panic of the library is no Exception; it does not say whose mask failed
+        except BaseException:  # a panic is no Exception, and does not say which mask failed
             for state, row in work:
                 try:
                     self._compute(out_NW, [(state, row)])
@@ -56,13 +56,13 @@ class MaskPool:
         finish_masks(out_NW, states)
 
     def _compute(self, out_NW: NDArray[np.int32], work: Sequence[tuple[GrammarState, int]]) -> None:
-        """Write the masks of states into their rows."""
+        """Write the masks of (state, row) pairs."""
         rows_at = (out_NW.ctypes.data, out_NW.shape[1] * 4, len(out_NW))
         self._library_executor.unsafe_compute_mask_ptr([(state.matcher, row) for state, row in work], *rows_at)
 
 
 def finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState]) -> None:
-    """Remove control tokens, which a Lark grammar can name, and mark states that cannot continue."""
+    """Remove control tokens, which a Lark grammar can name, and fail states that no token can follow."""
     if not states:
         return
     vocabulary = states[0].vocabulary
@@ -84,16 +84,16 @@ class GrammarMasks(NamedTuple):
 
 
 class NextMasks:
-    """The masks of requests' next tokens, from when the tokens before them are read until they are sampled."""
+    """Masks of the next tokens of requests, from when their previous tokens are read until they are sampled."""
 
     def __init__(self, grammars: Grammars, clock: Callable[[], float]) -> None:
         self._grammars, self._clock = grammars, clock
-        self._computed: dict[str, Future[GrammarMasks]] = {}  # several requests share one
+        self._computed: dict[str, Future[GrammarMasks]] = {}  # by request id; several share one future
         self.last_duration_s = 0.0
-        """How long the last ones took."""
+        """Time that the last masks took."""
 
     def start(self, states: Mapping[str, GrammarState]) -> None:
-        """Compute the masks of those that have none, off this thread. Until that is done their states may not be used."""
+        """Start computing the masks of requests that have none. Until they are computed the states may not be used."""
         missing = {request_id: state for request_id, state in states.items() if request_id not in self._computed}
         if missing:
             begin, computed = self._clock(), self._grammars.masks(missing)
@@ -101,11 +101,11 @@ class NextMasks:
             self._computed |= dict.fromkeys(missing, computed)
 
     def are_ready(self, request_ids: Iterable[str]) -> bool:
-        """Whether the masks of all of them are computed."""
+        """Whether the masks of all these requests are computed."""
         return all(one in self._computed and self._computed[one].done() for one in request_ids)
 
     def take(self, request_ids: Sequence[str]) -> GrammarMasks | None:
-        """The masks of requests that are sampled now; waits for them."""
+        """The masks of requests that are sampled now. Waits until they are computed."""
         found = [self._computed.pop(request_id).result() for request_id in request_ids]
         if not found or (all(masks is found[0] for masks in found) and len(found) == len(found[0].request_ids)):
             return found[0] if found else None
@@ -113,7 +113,7 @@ class NextMasks:
         return GrammarMasks(tuple(request_ids), np.stack(rows))
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the mask of an ended request."""
         self._computed.pop(request_id, None)
 
     def _set_duration(self, seconds: float) -> None:

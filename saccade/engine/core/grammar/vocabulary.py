@@ -1,7 +1,7 @@
-"""The tokenizer and grammars in the library's form, and its errors in ours.
+"""Convert the tokenizer and grammars to llguidance's form, and its errors to ours.
 
-Special tokens and ids beyond the tokenizer's vocabulary are never allowed; an end-of-sequence token is allowed exactly where the text may
-end. Added tokens that are not special, such as `<tool_call>`, are text.
+Special tokens and ids beyond the tokenizer's vocabulary are never allowed. An end-of-sequence token is allowed exactly
+where the text may end. Added tokens that are not special, such as `<tool_call>`, are text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from saccade.errors import CheckpointError, RequestError, UserError
 logger = logging.getLogger(__name__)
 
 _JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
-"""White space between JSON tokens. Unbounded, a model may emit nothing else until `max_tokens`."""
+"""White space between JSON tokens. It is bounded because a model may emit nothing else until `max_tokens`."""
 _LIMITS = {"max_lexer_states": 50_000, "step_max_items": 20_000, "verbose_errors": False}
-"""Limits of the library below its defaults: about 100 MB per lexer. The slowest mask of a hostile grammar took 0.35 s."""
+"""Limits of the library, below its defaults: about 100 MB per lexer, and well below a second per mask."""
 
 
 def library() -> Any:
@@ -38,7 +38,7 @@ def library() -> Any:
 
 
 class Vocabulary:
-    """The tokenizer as the library sees it, and the tokens that may be sampled at all."""
+    """The tokenizer in the library's form, and the tokens that may be sampled at all."""
 
     def __init__(
         self, tokenizer_json: str, control_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int
@@ -48,8 +48,9 @@ class Vocabulary:
         num_tokens = _make_special(description, {*control_ids, *eos_ids})
         if not eos_ids or max(eos_ids) >= num_tokens or vocab_size < num_tokens:
             raise CheckpointError(
-                f"the tokenizer has {num_tokens} tokens, the model {vocab_size}, and the output ends with {list(eos_ids)}; structured "
-                "output needs an end-of-sequence token among those of the tokenizer, and a model that has them all"
+                f"the tokenizer has {num_tokens} tokens, the model {vocab_size}, and the output ends with "
+                f"{list(eos_ids)}; structured output needs an end-of-sequence token among those of the tokenizer, and a "
+                "model that has them all"
             )
         try:
             self.tokenizer = self._library.LLTokenizer(
@@ -62,7 +63,7 @@ class Vocabulary:
         self.eos_W = _packed(set(eos_ids), vocab_size)
 
     def compile(self, kind: str, source: str) -> Any:
-        """A matcher at the start of the text. Computes the first mask, which is the slowest one."""
+        """Compile a matcher at the start of the text, and compute its first mask, which is the slowest one."""
         matcher = self._library.LLMatcher(self.tokenizer, source, log_level=0, limits=self._limits)
         if not matcher.is_error():
             mask_W = np.empty_like(self.allowed_W)
@@ -75,7 +76,7 @@ class Vocabulary:
         return matcher
 
     def check(self, kind: str, source: str) -> None:
-        """Compile, and take one step with some allowed tokens: a grammar that is too complex may show it only there."""
+        """Compile, and advance by some allowed tokens: some grammars exceed a limit only then."""
         matcher = self.compile(kind, source)
         mask_W = np.empty_like(self.allowed_W)
         matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
@@ -98,7 +99,7 @@ def _packed(token_ids: set[int], vocab_size: int) -> NDArray[np.int32]:
 
 
 def _make_special(description: dict[str, Any], token_ids: set[int]) -> int:
-    """Mark these tokens as special in a tokenizer.json, so that text never contains them; return the number of tokens."""
+    """Mark these tokens as special in a tokenizer.json, so that text never has them; returns the number of tokens."""
     vocab = description["model"]["vocab"]
     pairs = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
     names = {i: name for name, i in pairs}
@@ -123,14 +124,17 @@ def source_of(structured: StructuredOutput) -> str:
         )
     if structured.grammar is not None:
         return json.dumps({"grammars": [{"lark_grammar": structured.grammar}]})
-    # As alternatives of a grammar rule more than 2000 choices would exceed a limit of the parser; in one regex they do not.
+    # All choices are one regex: more than 2000 alternatives of a grammar rule would exceed a limit of the parser.
     escaped = (re.sub(r"[^A-Za-z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", text) for text in structured.choice or ())
     regex = structured.regex if structured.regex is not None else "|".join(escaped)
     return json.dumps({"grammars": [{"lark_grammar": f"start: /{library().regex_to_lark(regex, 'd')}/"}]})
 
 
 _REASONS = (
-    (r"too (big|large|many|deep)|max is|fuel|recursion limit|panic|Unable to determine|precomputation", "it is too large or too complex"),
+    (
+        r"too (big|large|many|deep)|max is|fuel|recursion limit|panic|Unable to determine|precomputation",
+        "it is too large or too complex",
+    ),
     (r"Unimplemented keys: \[([^\]]*)\]", r"{1} is not supported"),
     (r"Unknown format: ([\w-]+)", r"format {1} is not supported"),
     (r"oneOf", "oneOf is supported only where its branches exclude each other. Use anyOf"),
@@ -138,12 +142,12 @@ _REASONS = (
     (r"Unsatisfiable|NoExtension", "no text matches it"),
     (r"Pointer '.*' does not exist", "a $ref refers to a definition that does not exist"),
     (r"look-?around|backreference", "look-around, word boundaries and backreferences are not supported"),
-)  # fmt: skip
-"""Errors of the library and the messages for the client. The library's own text stays in the log."""
+)
+"""Patterns of the library's errors, and the messages for the client. The library's own text is only logged."""
 
 
 def explain(kind: str, message: str) -> str:
-    """The message for the client of an error of the library."""
+    """The message for the client that explains an error of the library."""
     for pattern, reason in _REASONS:
         if found := re.search(pattern, message):
             return reason.format(*(found[0], *found.groups()))
