@@ -1,11 +1,10 @@
-"""Forward of the 3B shape on a GPU: 16 conversations, each one 672 x 672 image (576 tokens) and 478 text tokens, in one
-packed row.
+"""Forward pass of the 3B shape on a GPU, over 16 packed conversations.
 
     python bench/model_forward.py [--size 3b] [--json]
 
-Checks first (a small model in bf16 on the GPU against fp32 on the CPU), then times: median of 10 forwards after 3
-warm-ups. MFU counts the matmuls of tower, merger, decoder and head, and attention (causal half, tower windows of 64
-keys).
+A conversation is one 672 x 672 image (576 tokens) and 478 text tokens. A small model in bf16 on the GPU is compared
+with fp32 on the CPU first; the time is the median of 10 forwards after 3 warm-ups. MFU counts the matmuls of tower,
+merger, decoder and head, and attention (causal half, tower windows of 64 keys).
 """
 
 import argparse
@@ -27,7 +26,7 @@ from saccade.train.metrics import forward_flops, peak_flops
 
 
 def conversations(processor: Processor, count: int, side: int, text_tokens: int) -> ModelInputs:
-    """`count` conversations of one noise image and about `text_tokens` tokens of text (the byte tokenizer: one a letter)."""
+    """`count` conversations of one noise image and about `text_tokens` tokens of text, a letter each."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(count):

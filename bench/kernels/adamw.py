@@ -1,7 +1,7 @@
-"""A step of AdamW over all tensors of the 3B shape, beside torch's fused step; `--tune` sweeps the launch settings.
+"""A step of AdamW over all tensors of the 3B shape, compared with torch's fused step; `--tune` sweeps launch settings.
 
-Ours: bf16 gradients and parameters with fp32 masters, 28 bytes a parameter (16 with 8-bit moments). torch's: everything
-fp32, 28. The host rows are the time Python needs to queue a step, per tensor.
+Ours has bf16 gradients and parameters with fp32 masters, 28 bytes a parameter (16 with 8-bit moments), torch's has fp32
+only, 28 bytes. The host rows are the time Python needs to queue a step, per tensor.
 """
 
 import time
@@ -68,11 +68,19 @@ def _host_row(path: str, run: Callable[[], None], num_tensors: int) -> Row:
     for _ in range(20):
         run()
     ms = (time.perf_counter() - begin) / 20 * 1e3
-    return {"op": "adamw host", "shape": f"{num_tensors} tensors", "path": path, "ms": round(ms, 3), "rate": round(ms * 1e3 / num_tensors, 2), "unit": "us each", "share": 0.0}  # fmt: skip
+    return {
+        "op": "adamw host",
+        "shape": f"{num_tensors} tensors",
+        "path": path,
+        "ms": round(ms, 3),
+        "rate": round(ms * 1e3 / num_tensors, 2),
+        "unit": "us each",
+        "share": 0.0,
+    }
 
 
 def rows() -> Iterator[Row]:
-    """The whole model, then the time of the host with tensors of almost nothing."""
+    """The whole model, then the time of the host with tiny tensors."""
     shapes = _shapes()
     size = sum(torch.Size(shape).numel() for shape in shapes)
     label = f"{len(shapes)} tensors, {size / 1e9:.2f}e9"

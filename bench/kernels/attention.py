@@ -1,7 +1,8 @@
 """Packed attention at the shapes of the anchors: every path that can serve a shape, forward and backward.
 
-FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times that backward, the causal half
-counted once. Vision windows are bound by memory and reported so: 4 tensors of q's size pass in forward, 7 in backward.
+FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times as many backward; a causal mask
+halves them. Vision windows are bound by memory, and their rate is in bytes: 4 tensors of q's size in forward, 7 in
+backward.
 """
 
 import functools
@@ -17,7 +18,7 @@ from saccade.kernels.rope import rope
 
 @functools.cache
 def _cu_seqlens(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Made once: copying it to the GPU is not part of what is timed."""
+    """The cumulative lengths, made once: the copy to the GPU is not timed."""
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
@@ -38,14 +39,14 @@ class Case(NamedTuple):
         return q, k, v
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> module._Call:
-        """The call `attention` would see."""
+        """The call of `attention`."""
         cu_seqlens = _cu_seqlens(self.lengths)
         longest = max(self.lengths)
         return module._Call(q, k, v, cu_seqlens, cu_seqlens, longest, longest, self.causal, None)
 
     @property
     def flops(self) -> float:
-        """Of the forward pass."""
+        """Work of the forward pass."""
         pairs = sum(n * n for n in self.lengths) * (0.5 if self.causal else 1.0)
         return 4.0 * pairs * self.num_heads * self.head_dim
 
@@ -81,7 +82,7 @@ CASES = {
 
 
 def rows() -> Iterator[Row]:
-    """Each candidate beside the one that `attention` picks today, which is the first of its kind listed."""
+    """Every candidate of each shape; `attention` uses the first that is listed."""
     for name, case in CASES.items():
         q, k, v = case.inputs()
         able = [path for path, candidate in module._CANDIDATES.items() if candidate.can_serve(case.call(q, k, v))]

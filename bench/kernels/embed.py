@@ -1,4 +1,4 @@
-"""Input rows of decode and prefill steps, width 2048, as CUDA-graph replay; `--tune` sweeps the columns of a program."""
+"""Input rows of decode and prefill steps, width 2048, as CUDA-graph replay; `--tune` sweeps columns per program."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Gate, up and activation in one kernel, beside the product of the library and then the activation; `--tune` sweeps the tiles."""
+"""Gate, up and activation in one kernel, or the library's product and then the activation; `--tune` sweeps tiles."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,7 @@
 """Adapters chosen per token on the layers of a 3B decoder: 8 adapters of rank 16 and 64 among the tokens of a step.
 
-Beside it: the same with x A' of all adapters given by the product before (`low given`; for gate and up with the
-activation, beside `swiglu` alone), and one adapter for all tokens in two plain products.
+It is compared with x A' of all adapters given by the product before (`low given`; for gate and up with the activation,
+and `swiglu` alone), and with one adapter for all tokens in two plain products.
 """
 
 from collections.abc import Iterator

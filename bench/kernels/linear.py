@@ -1,12 +1,12 @@
-"""Linear layers on a CPU: prepacked weights beside torch's own (MKL for fp32), at the shapes of a small model; and on a
-GPU without a workspace.
+"""Linear layers on a CPU, prepacked and by torch (MKL for fp32), at the shapes of a small model; on a GPU, with and
+without a workspace.
 
     python -m bench.kernels.linear [--threads 2] [--dtype float32]
     python -m bench.kernels.linear --gpu
 
-The best of many runs, so that other work on the machine disturbs little; weights larger than the cache are read from
-memory. The share is of what a product of 2048 cubed reaches. On a GPU: the four products of a block of the 3B shape, us
-from a graph over several copies of the weights.
+The best of many runs is reported, so that other work on the machine disturbs little; weights larger than the cache are
+read from memory. The share is that of a product of 2048 cubed. On a GPU: the four products of a block of the 3B shape,
+us from a graph over several copies of the weights.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Paged decode and prompt chunks at the sizes of the anchors, beside SDPA on a contiguous cache and FlashInfer.
+"""Paged decode and prompt chunks at the sizes of the anchors, compared with SDPA on a contiguous cache and FlashInfer.
 
-Decode is timed as it runs in serving: replayed from a CUDA graph, every call on another layer's cache, so that nothing
-is found in L2 that a real step would not find there. Bytes are those of the keys and values alone.
+Decode is timed as in serving: replayed from a CUDA graph, every call on another layer's cache, so that L2 holds what it
+holds in a real step. Bytes are those of keys and values.
 """
 
 import functools
@@ -54,13 +54,13 @@ class Cache:
 
     @property
     def num_bytes(self) -> int:
-        """What decode must read."""
+        """Bytes that decode must read."""
         scales = 4 if self.scales[0] is not None else 0
         return 2 * KV_HEADS * sum(self.context) * (HEAD_DIM * self.pages[0].element_size() + scales)
 
 
 def caches(context: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Cache]:
-    """As many layers as it takes to leave L2 cold."""
+    """Enough layers to leave L2 cold."""
     first = Cache(context, dtype)
     return [first, *(Cache(context, dtype) for _ in range(min(35, math.ceil(COLD_BYTES / first.num_bytes) - 1)))]
 
@@ -72,7 +72,7 @@ def queries(new: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def ours(layers: list[Cache], new: list[int]) -> Callable[[], Tensor]:
-    """A call on the next layer's cache."""
+    """Calls that take the caches of the layers in turn."""
     q, starts = queries(new)
     turns = cycle(layers)
 
@@ -147,7 +147,7 @@ def visible(new: list[int], context: list[int]) -> int:
 
 
 Case = tuple[str, str, str, Callable[[], float], Work]
-"""Operation, shape, path, how to time it, what it must do."""
+"""Operation, shape, path, timer, work."""
 
 
 def _replayed(make: Callable[..., Callable[[], object]], layers: list[Cache], new: list[int]) -> float:

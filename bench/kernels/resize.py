@@ -25,7 +25,7 @@ def inputs(old: Size) -> tuple[Tensor]:
 
 
 def work(old: Size, new: Size) -> Work:
-    """Each pass reads its input once and writes its output once; columns first, as Pillow for these sizes."""
+    """Each pass reads its input once and writes its output once; columns come first for these sizes."""
     (width, height), (new_width, new_height) = old, new
     horizontal = (width + new_width) * height * 3 if width != new_width else 0
     vertical = (height + new_height) * new_width * 3 if height != new_height else 0
@@ -33,7 +33,7 @@ def work(old: Size, new: Size) -> Work:
 
 
 def compiled(old: Size, new: Size) -> Callable[[Tensor], Tensor]:
-    """The reference in torch.compile, which cannot trace how weights are made: they are on the device before."""
+    """The reference in torch.compile, with weights on the device: it cannot trace how they are made."""
     passes = [(dim, *_weights(old[1 - dim], new[1 - dim])) for dim in (1, 0) if old[1 - dim] != new[1 - dim]]
 
     def run(pixels: Tensor) -> Tensor:

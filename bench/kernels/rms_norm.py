@@ -1,4 +1,4 @@
-"""RMS norm, alone, after a residual sum and into 8 bits, at the widths of the anchors; `--tune` sweeps the launch settings."""
+"""RMS norm, alone, after a residual sum and into 8 bits, at the widths of the anchors; `--tune` sweeps settings."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -36,7 +36,7 @@ def _inputs(num_rows: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rows() -> Iterator[Row]:
-    """Beside torch and Liger; bytes are what one pass must move."""
+    """Ours, torch's and Liger's; bytes are those that one pass must move."""
     paths = {
         "triton": through("triton", rms_norm, eps=EPS),
         "torch": _torch,

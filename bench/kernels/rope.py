@@ -1,4 +1,4 @@
-"""RoPE of text and vision at the sizes of the anchors, out of place and in place; `--tune` sweeps the launch settings."""
+"""RoPE of text and vision at the sizes of the anchors, out of place and in place; `--tune` sweeps launch settings."""
 
 from collections.abc import Iterator
 from itertools import product

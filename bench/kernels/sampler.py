@@ -1,4 +1,4 @@
-"""Sampling from 151936 logits per request, as CUDA-graph replay, beside torch's own operations and FlashInfer."""
+"""Sampling from 151936 logits per request, as CUDA-graph replay, compared with torch's operations and FlashInfer."""
 
 from collections.abc import Callable, Iterator
 from itertools import product

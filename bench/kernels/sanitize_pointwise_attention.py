@@ -1,4 +1,4 @@
-"""Run each attention, norm, RoPE, SwiGLU and AdamW kernel once, small and odd-sized, for a memory checker:
+"""Run each attention, norm, RoPE, SwiGLU and AdamW kernel once, at small odd sizes, for a memory checker.
 
 compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_pointwise_attention
 """

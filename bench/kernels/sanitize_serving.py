@@ -1,9 +1,9 @@
-"""Every serving kernel once at small, awkward sizes, each result compared with its reference.
+"""Run every serving kernel once at small, awkward sizes, and compare each result with its reference.
 
     compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_serving
 
-Memory is allocated exactly (no caching allocator rounding), so that a step past the end of a tensor is a step into
-nothing.
+Memory is allocated exactly (without rounding by the caching allocator), so that an access past the end of a tensor is
+an error.
 """
 
 import os
@@ -121,7 +121,7 @@ def tokens() -> None:
 
 
 def main() -> None:
-    """All of them."""
+    """Run all kernels."""
     torch.manual_seed(0)
     for cache_dtype in (DTYPE, torch.float8_e4m3fn, torch.int8):
         pages(cache_dtype, [1, 1, 1], [5, 700, 129], 80, 16)

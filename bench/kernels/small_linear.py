@@ -1,14 +1,13 @@
-"""Linear layers for few tokens at the shapes of a 3B model, with norm and activation fused, beside the same layers in
-parts.
+"""Linear layers for few tokens at the shapes of a 3B model, with norm and activation fused or in parts.
 
-Timed as CUDA-graph replay over several copies of the weight, so that none is found in L2; bytes are those of weight,
-inputs and outputs. Each way is compared with the reference first, and one that is wrong is not timed. Consecutive
-launches of a graph depend on each other only through the order of the stream, as the layers of a model do; a launch
-that starts early shows it here too.
+They are timed as CUDA-graph replay over several copies of the weight, so that none is in L2; bytes are those of weight,
+inputs and outputs. Each way is compared with the reference first, and a wrong one is not timed. Consecutive launches of
+a graph depend on each other only through the order of the stream, like the layers of a model, so that early starts
+count.
 
-`--tune` sweeps the cuts (compiled beforehand by several processes), all of them for one token and the best for more,
-then prints the best of each shape and number of tokens, and per shape the one that is best over all: what belongs into
-the table.
+`--tune` sweeps the tiles (compiled by several processes first), all of them for one token and the best for more tokens.
+It prints the best of each shape and number of tokens, and the best of each shape over all, which belongs into the
+table.
 """
 
 import math
@@ -41,7 +40,7 @@ class Layer(NamedTuple):
     """One linear layer of the model."""
 
     kind: str
-    """norm, norm of sum, gated (norm of sum, and the activation behind the product) or plain."""
+    """norm, norm of sum, gated (norm of sum, and the activation after the product) or plain."""
     num_outputs: int
     num_inputs: int
     has_bias: bool = False
@@ -73,7 +72,7 @@ class Case:
         self.expected = self.reference(copies[0])
 
     def reference(self, weight: Tensor) -> Tensor:
-        """The specification, rounded where it rounds, the product in fp32 (a large weight by and by)."""
+        """The specification with its rounding, the product in fp32 (in parts for a large weight)."""
         with launch.forced("reference"):
             rows = self.rows().float()
         out = torch.cat([rows @ part.float().T for part in weight.split(8192)], dim=1)
@@ -81,7 +80,7 @@ class Case:
         return swiglu_reference(*out.chunk(2, dim=1)) if self.is_gated else out
 
     def rows(self) -> Tensor:
-        """What the weight is multiplied with: the norm as a launch of its own."""
+        """The input of the product: the norm as a separate launch."""
         if self.norm is None:
             return self.x
         if self.residual is None:
@@ -104,7 +103,7 @@ class Case:
         return self.activated(F.linear(self.rows(), weight, self.bias))
 
     def activated(self, out: Tensor) -> Tensor:
-        """What the layer gives for the outputs of its product."""
+        """The output of the layer for the outputs of its product."""
         return swiglu(*out.chunk(2, dim=1)) if self.is_gated else out
 
     def measure(self, path: str, way: Callable[[Tensor], Tensor]) -> Row:
@@ -119,7 +118,7 @@ class Case:
             ms = graph_ms(lambda: way(next(turns)), repeats=max(8, len(self.copies)), replays=9)
         except Exception as error:
             return failed(op, self.shape, path, error)
-        # In microseconds too, and unrounded for the ranking: the work is that short.
+        # The work is short: microseconds as well, unrounded for the ranking.
         return row(op, self.shape, f"{path} {ms * 1e3:.2f} us", ms, self.work) | {"ms": ms}
 
 
@@ -146,7 +145,7 @@ def rows() -> Iterator[Row]:
 
 
 def cuts(layer: Layer) -> list[SmallLinearTiles]:
-    """Cuts worth trying: threads side by side along the inputs, 8 to 128 registers of W under way, programs for every SM."""
+    """Tiles worth trying: threads along the inputs, 8 to 128 registers of W in flight, programs for every SM."""
     kept = []
     for block_n, block_k, num_warps, depth in product(
         (2, 4, 8, 16, 32), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 3, 4)
@@ -165,7 +164,7 @@ def cuts(layer: Layer) -> list[SmallLinearTiles]:
 
 
 def _compile(name: str, num_tokens: int, chosen: list[SmallLinearTiles]) -> None:
-    """In a process of its own: fill Triton's cache on disk. A launch is what compiles; few outputs do, their number is no constant."""
+    """Fill Triton's cache on disk, in a separate process. A launch compiles; few outputs suffice."""
     copies = [torch.zeros(64, LAYERS[name].num_inputs, device="cuda", dtype=torch.bfloat16)]
     case = Case(name, num_tokens, copies)
     for tiles in chosen:
@@ -178,7 +177,7 @@ def _compile(name: str, num_tokens: int, chosen: list[SmallLinearTiles]) -> None
 
 
 def compile_all(tasks: list[tuple[str, int, list[SmallLinearTiles]]]) -> None:
-    """Every tiles of every task, a few per process at a time."""
+    """Compile all tiles of every task, a few per process at a time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = [
@@ -195,7 +194,7 @@ TUNED = [name for name in LAYERS if not name.endswith("head")]
 
 
 def tune() -> Iterator[Row]:
-    """All cuts with one token; those that did best with more tokens; then the winners, with a * before their name."""
+    """All tiles with one token, the best of them with more tokens, then the winners, with a * before their name."""
     compile_all([(name, 1, cuts(LAYERS[name])) for name in TUNED])
     finalists: dict[str, list[SmallLinearTiles]] = {}
     times: dict[tuple[str, int, SmallLinearTiles], Row] = {}

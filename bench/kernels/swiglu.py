@@ -1,4 +1,4 @@
-"""SwiGLU at the feed-forward widths of the anchors; `--tune` sweeps the launch settings."""
+"""SwiGLU at the MLP widths of the anchors; `--tune` sweeps the launch settings."""
 
 from collections.abc import Iterator
 from itertools import product

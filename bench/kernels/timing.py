@@ -1,4 +1,4 @@
-"""How kernels are timed and reported: median GPU time, cold L2, beside the card's own measured ceilings.
+"""Time and report kernels: median GPU time with a cold L2, and the share of the card's measured ceilings.
 
 Run a benchmark from the root of the repository, `python -m bench.kernels.attention`; `--out rows.json` keeps its rows.
 A row: operation, shape, path, milliseconds, rate with its unit (TFLOP/s or TB/s), and the share of the measured
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Ceilings(NamedTuple):
-    """What this card does at best, measured."""
+    """The measured maximum rates of this card."""
 
     copy_tb_s: float
     """Device-to-device copy, bytes read plus bytes written."""
@@ -37,7 +37,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def gpu_ms(run: Callable[[], object], *, budget_ms: float = 100.0) -> float:
-    """Median time of `run` between two events on the GPU, L2 cold, over as many runs as fit in the budget (7 to 200)."""
+    """Median time of `run` between two events on the GPU, L2 cold, over the runs that fit in the budget (7 to 200)."""
     for _ in range(2):
         run()
     first = _event_ms(run)
@@ -56,10 +56,9 @@ def _event_ms(run: Callable[[], object]) -> float:
 
 
 def graph_ms(run: Callable[[], object], *, repeats: int = 20, replays: int = 15) -> float:
-    """Median time of one `run` among `repeats` in a replayed CUDA graph: no launch cost, L2 warm. For decode-sized
-    work.
+    """Median time of one `run` among `repeats` in a replayed CUDA graph, for decode-sized work: no launches, L2 warm.
 
-    Always on the same streams: kernels keep counters per stream, for 32 of them.
+    It is always on the same streams: kernels keep counters per stream, for 32 of them.
     """
     stream = _own_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -96,7 +95,7 @@ def measured_ceilings() -> Ceilings:
 
 
 class Work(NamedTuple):
-    """What must be done at least: bytes that must move, or floating-point operations."""
+    """The minimum work: bytes that must move, or floating-point operations."""
 
     num_bytes: float = 0.0
     flops: float = 0.0
@@ -114,7 +113,7 @@ def row(op: str, shape: str, path: str, ms: float, work: Work) -> Row:
 
 
 def failed(op: str, shape: str, path: str, error: Exception) -> Row:
-    """The line of a path that could not run, with the reason in the place of the unit."""
+    """The line of a path that could not run, with the reason instead of the unit."""
     reason = (str(error).splitlines() or [type(error).__name__])[0][:80]
     return {"op": op, "shape": shape, "path": path, "ms": None, "rate": None, "unit": reason, "share": None}
 
@@ -128,11 +127,10 @@ def compare(
     backward: Work | None = None,
     clock: Callable[[Callable[[], object]], float] = gpu_ms,
 ) -> Iterator[Row]:
-    """Forward and, where asked for, backward of every path on the same inputs. A peer that fails must not hide the
-    others.
+    """Time forward and, if `backward` is given, backward of every path on the same inputs; a failing peer is one row.
 
-    `clock` is `gpu_ms`, or `graph_ms` for work so short that the host would be measured: the tensors must then outsize
-    the L2.
+    `clock` is `gpu_ms`, or `graph_ms` for short work, whose time the host would dominate: the tensors must then be
+    larger than L2.
     """
     for path, run in paths.items():
         try:
@@ -182,12 +180,12 @@ def through(path: launch.Path, function: Callable[..., Any], **settings: object)
 
 
 def peer(module: str, name: str) -> Callable[..., Any]:
-    """A function of another project, looked up when it is first called, so that a missing one is one failed row."""
+    """A function of another project, looked up at its first call, so that a missing one is one failed row."""
     return lambda *inputs: getattr(importlib.import_module(module), name)(*inputs)
 
 
 def shown(rows: Iterable[Row], *, quiet: bool = False) -> Iterator[Row]:
-    """The same rows, each printed as it comes, aligned."""
+    """Yield the rows, each printed in columns as it comes."""
     for r in rows:
         numbers = f"{'-':>9} {r['unit']}"
         if r["ms"] is not None:

@@ -1,5 +1,4 @@
-"""Sweep the tiles of the attention kernels over the shapes of the anchors; prints the best of each and keeps all with
---out.
+"""Sweep the tiles of the attention kernels over the shapes of the anchors; print the best, keep all with --out.
 
 Every setting is first compared with torch's packed FlashAttention on a small ragged batch, and left out if it fails or
 disagrees. Compilation takes most of the time, so settings compile in parallel processes into Triton's cache before
@@ -43,7 +42,7 @@ class Job(NamedTuple):
 
 
 def settings(kernel: str, head_dim: int, quick: bool) -> list[Any]:
-    """Settings worth trying, likeliest first: those whose accumulators about fit in registers when compiled for sm_90."""
+    """Settings worth trying, likeliest first: their accumulators about fit in registers when compiled for sm_90."""
     tma = {"tma": True}
     choices: dict[str, list[Any]] = {
         "window forward": [
@@ -99,7 +98,7 @@ def _use(job: Job) -> None:
 
 
 class Saved(NamedTuple):
-    """What backward needs, computed once per case by the settings that ship."""
+    """The inputs of backward, computed once per case by the default settings."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -112,7 +111,7 @@ class Saved(NamedTuple):
 
 
 def prepare(case: Case) -> Saved:
-    """Inputs of one case and what its forward pass leaves behind."""
+    """Inputs of one case and the results of its forward pass."""
     q, k, v = case.inputs()
     cu_seqlens = case.call(q, k, v).cu_seqlens_q
     if max(case.lengths) <= 64:
@@ -125,7 +124,7 @@ def prepare(case: Case) -> Saved:
 
 
 def runner(kernel: str, case: Case, saved: Saved) -> Callable[[], Any]:
-    """A function that runs one kernel of one case, with whatever setting is in use."""
+    """A function that runs one kernel of one case, with the current setting."""
     q, k, v, cu, out, d_out, lse, delta = saved
     mask = (cu, cu, case.causal, None)
     if kernel == "forward":
@@ -149,7 +148,7 @@ SMALL = {
 
 
 def _compile(job: Job, case_name: str) -> str | None:
-    """In a worker: compile and run one setting on a small batch, so that it is in Triton's cache. The error, if any."""
+    """In a worker, compile and run one setting on a small batch, into Triton's cache. Returns the error, if any."""
     case = SMALL[case_name]
     try:
         torch.manual_seed(0)
@@ -184,7 +183,7 @@ def is_right(kernel: str, case: Case) -> bool:
 
 
 def compile_all(jobs: dict[Job, str], num_workers: int) -> dict[Job, str | None]:
-    """Compile every job in parallel processes; the error of each. Jobs that lost their pool to a crash get one of their own."""
+    """Compile every job in parallel processes and return their errors. After a crash each job gets its own pool."""
     errors = _compile_in_pool(jobs, num_workers)
     for job, error in errors.items():
         if error == CRASHED:

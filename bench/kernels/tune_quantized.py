@@ -1,5 +1,6 @@
-"""Sweep the tiles of the quantized linear kernels for few tokens: `python -m bench.kernels.tune_quantized --out
-tuned.json`.
+"""Sweep the tiles of the quantized linear kernels for few tokens.
+
+    python -m bench.kernels.tune_quantized --out tuned.json
 
 Each candidate is compared with the reference before it is timed. The best of each layer and number of tokens are
 printed as JSON, and copied manually into the tables of the kernel modules.
@@ -84,7 +85,7 @@ def small_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, 
 
 
 def fused_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, ...]], Tensor]]]:
-    """The 4-bit kernel with norm and activation in it, and in parts; tests check it."""
+    """The 4-bit kernel with norm and activation fused and in parts; tests check it."""
     x, residual = case.x, random(*case.x.shape)
     gain = torch.ones(x.shape[1], device=DEVICE, dtype=x.dtype)
     is_gated = case.layer == "gate and up"

@@ -1,5 +1,6 @@
-"""Sweep the launch settings of the serving kernels on the GPU at hand: `python -m bench.kernels.tune_serving --out
-tuned.json`.
+"""Sweep the launch settings of the serving kernels on this GPU.
+
+    python -m bench.kernels.tune_serving --out tuned.json
 
 Each candidate is compared with the reference before it is timed; one that is wrong or does not compile is reported and
 left out. The best of each shape is marked with *. `--only` picks sections; all of them take about three minutes on an
@@ -85,7 +86,7 @@ class PagedCase:
         )  # fmt: skip
 
     def run(self, tiles: _paged_decode.DecodeTiles) -> Callable[[], Tensor]:
-        """A call on the next layer's cache, with one plan for all of them."""
+        """Calls that take the caches of the layers in turn, with one plan for all."""
         first, turns = self.layers[0], cycle(self.layers)
         plan = _paged_decode.plan_decode(
             self.starts, first.lengths, first.pages[0], num_decode=len(first.lengths), tiles=tiles

@@ -180,7 +180,7 @@ def _by_length(call: _Call) -> Tensor:
             continue
         q_rows = _row_numbers([q0 for q0, _ in starts], num_queries, call.q.device)
         k_rows = _row_numbers([k0 for _, k0 in starts], num_keys, call.q.device)
-        if call.has_equal_lengths:  # nothing to gather: the rows are the segments, one behind another
+        if call.has_equal_lengths:  # nothing to gather: the segments are consecutive rows
             q, k, v = (
                 x.unflatten(0, (len(starts), -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
                 for x in (call.q, call.k, call.v)

@@ -60,7 +60,7 @@ class VisionConfig:
     has_class_token: bool = False
     """Whether each tile has a class token, which is not projected."""
     selected_layers: tuple[int, ...] = ()
-    """Layers of a tower of tiles whose concatenated outputs are projected: n is after block n. Later ones are unused."""
+    """Layers of a tower of tiles whose concatenated outputs are projected: n is after block n. Later ones are idle."""
 
     projector_bias: bool = True
     """Whether the projector of a tower of tiles has biases."""

@@ -72,7 +72,7 @@ def check_messages(
 
 
 _KEYS_OF_ROLE = {"tool": {"tool_call_id", "name"}, "assistant": {"tool_calls"}}
-"""Keys of a message besides role and content that we check ourselves."""
+"""Keys of a message, apart from role and content, that are checked here."""
 
 
 def _check_message(

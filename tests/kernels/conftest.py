@@ -1,8 +1,7 @@
-"""Where kernels are tested: on the GPU if there is one, else on the CPU under Triton's interpreter.
+"""Kernels are tested on the GPU if there is one, otherwise on the CPU under Triton's interpreter.
 
-A test takes `device` and `dtype`; each is run in every dtype of its device. The interpreter's bf16 matrix product is
-wrong, so bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's
-right answer.
+A test takes `device` and `dtype`; it runs in every dtype of its device. The interpreter's bf16 matrix product is wrong,
+so bf16 is for the GPU. Fresh memory is poisoned: an output that a kernel does not write is NaN, not an earlier result.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 
 _CPU_DTYPES = (torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow))
-"""Under the interpreter, where types differ in casts alone; a GPU runs all of its own."""
+"""Dtypes under the interpreter differ in casts only; a GPU tests all of its own."""
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,7 +39,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _freed_memory() -> Iterator[None]:
-    """Several test processes share a GPU."""
+    """Free memory for other test processes on the GPU."""
     yield
     if HAS_GPU:
         torch.cuda.empty_cache()

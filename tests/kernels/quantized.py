@@ -34,7 +34,7 @@ def four_bits(weight, group_size, symmetric=True):
 
 
 def expect_equal_replays(run: Callable[[], torch.Tensor]) -> None:
-    """Three calls in one CUDA graph give what a call gives, in every replay."""
+    """Check that three calls in one CUDA graph give the result of a plain call, in every replay."""
     with launch.forced("triton"):
         expected = run()
         torch.cuda.synchronize()

@@ -20,11 +20,13 @@ FP32 = BOUNDS[torch.float32]
 
 
 def settings(step, **changes):
-    return Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.5)._replace(**changes)  # fmt: skip
+    return Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.5)._replace(
+        **changes
+    )
 
 
 class State:
-    """Masters, moments and parameters of some shapes, the same each time they are made."""
+    """Masters, moments and parameters of some shapes, equal in every call."""
 
     def __init__(self, shapes, device, dtype, *, bits):
         generator = torch.Generator().manual_seed(1)
@@ -41,7 +43,7 @@ class State:
 
 
 def gradients_of(shapes, device, dtype):
-    """Of several sizes, as the rows and columns of a real gradient are."""
+    """Gradients whose rows and columns differ in size, as real ones do."""
     return [(torch.randn(shape, device=device) * torch.rand(shape, device=device) ** 3).to(dtype) for shape in shapes]
 
 
@@ -66,7 +68,7 @@ def expect_equal(actual, expected, dtype):
             if isinstance(a, Moment8bit):
                 assert_close(f"{name} scales", a.scales, e.scales, FP32)
                 off = (a.codes.int() - e.codes.int()).abs()
-                # The last bit of fp32 may tip a code over to its neighbour, here and there.
+                # The last bit of fp32 may change a code to its neighbour.
                 assert off.sum() <= 1 + off.numel() // 500, f"{off.sum()} of {off.numel()} codes of the {name} moment"
             else:
                 assert_close(name, a, e, FP32)
@@ -211,7 +213,14 @@ def regression_loss(function, bits, num_steps=200):
         leaves = [w.clone().requires_grad_() for w in weights]
         loss = (torch.tanh(inputs @ leaves[0]) @ leaves[1] - targets).square().mean()
         gradients = torch.autograd.grad(loss, leaves)
-        function(gradients, weights, first, second, None, settings(step, lr=3e-3, beta2=0.99, weight_decay=0.0, grad_scale=1.0))  # fmt: skip
+        function(
+            gradients,
+            weights,
+            first,
+            second,
+            None,
+            settings(step, lr=3e-3, beta2=0.99, weight_decay=0.0, grad_scale=1.0),
+        )
     return loss.item()
 
 

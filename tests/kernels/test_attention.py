@@ -23,7 +23,7 @@ SMALL = tiled.AttentionTiles(32, 16, 4, 1)
 
 @pytest.fixture
 def tiles(monkeypatch, device):
-    """On the CPU, tiles small enough that short segments have several; on the GPU, what ships."""
+    """Small tiles on the CPU, so that short segments have several; the real ones on the GPU."""
 
     def use(chosen):
         for key in tiled.CONFIGS:
@@ -87,14 +87,14 @@ def test_tiled_kernels_equal_the_reference(mask, tiles, device, dtype):
 
 
 @pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["window"]], ids=["causal", "window"])
-def test_queries_behind_a_cache_and_queries_without_keys_equal_the_reference(mask, tiles, device):
+def test_queries_after_a_cache_and_queries_without_keys_equal_the_reference(mask, tiles, device):
     tensors, segments = inputs([1, 20, 5, 3, 0], [40, 34, 2, 0, 4], HEADS, device, torch.float32)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float32], **mask)
 
 
 @pytest.mark.parametrize("head_dim", [5, 20])
 def test_heads_of_any_size_run_in_kernels(head_dim, tiles, device, dtype):
-    """Padded with channels of zeros: the reference would make a GPU wait for the host."""
+    """The heads are padded with channels of zeros: the reference would make a GPU wait for the host."""
     tensors, segments = inputs([20, 7], [20, 7], (2, 1, head_dim), device, dtype)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[dtype], causal=True)
 
@@ -301,7 +301,7 @@ def test_real_shapes_equal_the_reference(shape, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_a_segment_of_30000_tokens_equals_the_reference(causal, device):
-    """The last 64 queries of it: the reference then needs no 30000 x 30000 scores. dK and dV come from those queries alone."""
+    """Only the last 64 queries are compared, without 30000 x 30000 scores; dK and dV come from these queries."""
     tensors, segments = inputs([64], [30000], (2, 1, 128), device, torch.bfloat16)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.bfloat16], causal=causal)
     (q, k, v, d_out), segments = inputs([30000], [30000], (2, 1, 128), device, torch.bfloat16)
@@ -316,7 +316,7 @@ def test_a_segment_of_30000_tokens_equals_the_reference(causal, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "causal"), [(64, False), (256, True)], ids=["window", "tiled"])
 def test_offsets_beyond_32_bits(length, causal, device):
-    """The last segment of 2^31 elements and some is computed as it is alone."""
+    """The last segment beyond 2^31 elements gives the same result as the segment alone."""
     num_segments = 2**31 // (length * 16 * 128) + 2
     lengths = [length] * num_segments
     shape = (length * num_segments, 16, 128)

@@ -8,7 +8,7 @@ NUM_SLOTS, VOCABULARY = 5, 60
 
 
 def step(num_tokens, device):
-    """Some tokens are known, some are the last ones of a slot."""
+    """Tokens that the host knows, and tokens that are the last of a slot."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (num_tokens,), generator=generator, dtype=torch.int32)
     slots = torch.randint(NUM_SLOTS + 1, (num_tokens,), generator=generator, dtype=torch.int32)
@@ -17,7 +17,7 @@ def step(num_tokens, device):
 
 
 def rows(num_tokens, width, device, dtype):
-    """Features of about half of the tokens; the last row is of none."""
+    """Features of about half of the tokens; the last row belongs to no token."""
     features = torch.randn(12, width).to(device, dtype)
     return ImageRows(features, torch.randint(12, (num_tokens,), dtype=torch.int32).clamp(min=4).to(device))
 

@@ -52,7 +52,7 @@ def test_inputs_may_be_rows_of_a_wider_tensor(device, half):
 
 
 def test_every_output_is_written_and_nothing_is_read_beyond(device, half):
-    """Tokens, inputs and channels outside are NaN."""
+    """Memory around the tokens, inputs and channels is NaN."""
     x, weight, bias = inputs(33, 40, 24, device, half)
     around = torch.full((64, 40), float("nan"), dtype=half, device=device)
     around[:33] = x

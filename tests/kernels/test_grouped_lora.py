@@ -21,7 +21,7 @@ NUM_ADAPTERS = 5
 
 
 def inputs(num_tokens, num_inputs, part_sizes, device, dtype, rank=16):
-    """y, x, A, B, scales and slots: some tokens have no adapter, the others any of them."""
+    """y, x, A, B, scales and slots: some tokens have no adapter, the others have random ones."""
     parts, outputs = len(part_sizes), sum(part_sizes)
     y, x = (torch.randn(num_tokens, size, device=device).to(dtype) for size in (outputs, num_inputs))
     lora_A = (torch.randn(NUM_ADAPTERS, parts, rank, num_inputs, device=device) / num_inputs**0.5).to(dtype)
@@ -32,7 +32,7 @@ def inputs(num_tokens, num_inputs, part_sizes, device, dtype, rank=16):
 
 
 def slot_of_tokens(groups, num_tokens):
-    """[T]: what was grouped."""
+    """[T]: the slots of all tokens, from their groups."""
     slot = torch.full((num_tokens,), -1, dtype=torch.int32, device=groups.slots.device)
     for number, tokens in zip(groups.slots.tolist(), groups.tokens.long(), strict=True):
         if number >= 0:
@@ -55,7 +55,7 @@ def test_tokens_are_grouped_in_their_order(num_tokens, num_slots, device):
 
 
 def test_any_choice_of_slots_has_room(device):
-    """One token more than full tiles of every slot: the most tiles there can be."""
+    """One token more than full tiles of every slot gives the maximum number of tiles."""
     for num_tokens, num_slots in ((3, 5), (16 * 6 + 6, 5), (16 * 2 + 3, 2)):
         slot = torch.arange(num_tokens, device=device, dtype=torch.int32) % (num_slots + 1)
         assert torch.equal(slot_of_tokens(group_tokens(slot, num_slots), num_tokens), slot)
@@ -109,7 +109,7 @@ def test_the_adapters_of_others_do_not_matter(device, dtype):
 
 
 def low_of_all(x, lora_A):
-    """[T, S * P * R]: what a product with the matrices A of all adapters gives."""
+    """[T, S * P * R]: the product with the matrices A of all adapters."""
     return F.linear(x, lora_A.flatten(0, 2))
 
 
@@ -118,7 +118,12 @@ def low_of_all(x, lora_A):
 def test_low_of_all_adapters_gives_what_each_own_gives(num_tokens, part_sizes, device, dtype):
     y, x, lora_A, *rest = inputs(num_tokens, 96, part_sizes, device, dtype)
     low = low_of_all(x, lora_A)
-    assert_close("reference", add_lora_reference(y.clone(), low, *rest), grouped_lora_reference(y.clone(), x, lora_A, *rest).float(), BOUNDS[dtype])  # fmt: skip
+    assert_close(
+        "reference",
+        add_lora_reference(y.clone(), low, *rest),
+        grouped_lora_reference(y.clone(), x, lora_A, *rest).float(),
+        BOUNDS[dtype],
+    )
     outputs = y.shape[1]
     product = torch.cat([y, low], dim=1)  # as one product gives it: rows are apart
     with launch.forced("triton"):

@@ -57,7 +57,7 @@ def gpu_inputs(num_tokens, num_outputs, num_inputs, dtype=torch.bfloat16, *, has
 
 
 def expect_without_workspace(x, weight, bias):
-    """Computed by the library itself, and right."""
+    """Check that the library computes the product itself, correctly."""
     assert module._can_run_without_workspace(x, weight, bias)
     library = cublaslt(x.device)
     assert library is not None
@@ -125,7 +125,7 @@ def test_what_needs_a_workspace_or_has_odd_rows_is_left_to_torch():
 
 
 class NoAlgorithms:
-    """A library that knows no algorithm."""
+    """A library without algorithms."""
 
     def __init__(self):
         self.num_queries = 0

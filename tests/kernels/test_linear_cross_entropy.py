@@ -75,7 +75,7 @@ def test_smoothed_labels_equal_the_reference_and_torch(options, device, dtype, m
 
 
 def test_ignored_tokens_never_enter_the_matmul(device, dtype):
-    """NaN in a row that is not learned stays there."""
+    """NaN in a row that is not learned does not reach the loss or other gradients."""
     hidden, weight, labels = inputs(33, 16, 64, device, dtype, ignored=0.5)
     hidden[labels == IGNORED] = float("nan")
     (_, d_hidden, _), _ = expect_equal(hidden, weight, labels, dtype)
@@ -156,12 +156,12 @@ def test_a_result_off_by_twice_the_bound_is_refused(device, dtype):
 
 
 def _paths():
-    """What runs on CPU tensors: the kernels too, where they are interpreted."""
+    """The paths that run on CPU tensors: the kernels too, if they are interpreted."""
     return ("reference", "triton") if launch.is_interpreting() else ("reference",)
 
 
 def _run_rank(rank, folder):
-    """One of two ranks: a part of the vocabulary each."""
+    """Run one of two ranks, each with a part of the vocabulary."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -178,7 +178,7 @@ def _run_rank(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns of a fork beside threads
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns of a fork with threads
 def test_a_sharded_vocabulary_equals_one_device(tmp_path):
     hidden, weight, labels = inputs(20, 16, 96, "cpu", torch.float32)
     options = {"z_loss": 0.1, "softcap": 4.0}
@@ -218,7 +218,7 @@ def test_real_sizes_stay_within_one_gibibyte_and_close(ignored):
 
 @pytest.mark.gpu
 def test_the_weight_gradient_of_many_chunks_stays_close():
-    """The stated growth of the error with the number of chunks that are added in bf16."""
+    """The error grows with the number of chunks added in bf16, as stated."""
     hidden, weight, labels = inputs(4096, 512, 8192, "cuda", torch.bfloat16, ignored=0.0)
     expected = loss_and_gradients(linear_cross_entropy_reference, hidden.float(), weight.float(), labels)[2]
     for num_chunks in (1, 4, 32):

@@ -21,12 +21,6 @@ COMPRESSED = pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4
 DECODE = [5, 129, 1, 70]
 
 
-@pytest.fixture
-def one_dtype(device):
-    """For what does not depend on the dtype: every other one costs a minute of compiling."""
-    return torch.bfloat16 if device == "cuda" else torch.float32
-
-
 class Case(NamedTuple):
     """The arguments of `paged_attention`."""
 
@@ -35,12 +29,12 @@ class Case(NamedTuple):
 
 
 def turned_nowhere(num_tokens, head_dim, device):
-    """An angle table that leaves everything where it is."""
+    """An angle table of zero angles."""
     return torch.ones(num_tokens, head_dim // 2, device=device), torch.zeros(num_tokens, head_dim // 2, device=device)
 
 
 def empty_cache(num_pages, num_heads, page_size, head_dim, cache_dtype, device):
-    """Pages in which whatever is read before it is written shows: NaN, or NaN scales."""
+    """Pages of NaN, or with NaN scales: a read before a write shows."""
     shape = (num_pages, num_heads, page_size, head_dim)
     if cache_dtype in QUANTIZED_MAX:
         pages = torch.ones(shape, device=device).to(cache_dtype)
@@ -51,7 +45,7 @@ def empty_cache(num_pages, num_heads, page_size, head_dim, cache_dtype, device):
 
 
 def make_case(new, context, heads, device, dtype, page_size=16, cache_dtype=None, bound=None):
-    """Requests with `new` tokens each, over `context` keys in shuffled pages; what no request owns is poisoned."""
+    """Requests with `new` tokens each, over `context` keys in shuffled pages; slots of no request are poisoned."""
     num_heads, num_kv_heads, head_dim = heads
     width = max(1, *(-(-length // page_size) for length in context))
     pages = torch.randperm(len(context) * width)
@@ -105,7 +99,7 @@ def test_prompt_chunks_and_decode_mix_in_one_call(heads, device, dtype):
 )
 @pytest.mark.parametrize("num_splits", [None, 3], ids=["whole", "split"])
 def test_decode_requests_keep_their_schedule_with_prefill(new, num_decode, num_splits, device, one_dtype, monkeypatch):
-    """Two launches; the second finds its tokens after those of the first."""
+    """Two launches; the tokens of the second come after those of the first."""
     if num_splits is not None:
         monkeypatch.setattr(module, "schedule_prefill", lambda **sizes: many_splits(num_splits))
     case = make_case(new, [40, 300, 7, 90, 50, 130][: len(new)], (4, 2, 64), device, one_dtype)
@@ -114,7 +108,7 @@ def test_decode_requests_keep_their_schedule_with_prefill(new, num_decode, num_s
 
 
 def test_fewer_requests_decode_than_there_is_room_for(device, one_dtype):
-    """As in a captured graph: the prefill tokens follow those of the requests that do decode."""
+    """The prefill tokens follow those of the decode requests, as in a captured graph."""
     case = make_case([1, 1, 0, 0, 5, 3], [40, 300, 0, 0, 90, 50], (4, 2, 64), device, one_dtype)
     case.options["num_decode"] = 4
     expect_equal(case, one_dtype)
@@ -145,7 +139,7 @@ def test_gathered_on_the_cpu_equals_the_reference(new, page_size, cache_dtype):
 @pytest.mark.parametrize("path", ["library", "triton"])
 @pytest.mark.parametrize("window", [0, 1, 20, 64, 128, 10**4])
 def test_a_sliding_window_equals_the_reference(window, path, device, one_dtype):
-    """Contexts shorter, as long and longer than the window; decode, whole prompts and chunks behind a cache."""
+    """Contexts shorter, as long and longer than the window; decode, whole prompts and chunks with a cache."""
     if path == "library" and device == "cuda":
         pytest.skip("pages are gathered on a CPU alone: test_a_sliding_window_equals_the_reference[triton] runs here")
     case = make_case([1, 1, 1, 33, 9, 70], [5, 129, 65, 33, 140, 70], (4, 2, 64), device, one_dtype, 8)
@@ -339,7 +333,7 @@ def test_tokens_written_are_the_tokens_read(device, one_dtype):
 
 
 def expect_stored_and_attended(case, heads, dtype, num_padding=0):
-    """The last key of every request is not in its page yet: what decode stores and returns is what `write_pages` and decode do."""
+    """The last key of a request is not in its page yet: decode stores and returns what `write_pages` and decode do."""
     q, key_pages, value_pages, table, starts, lengths = case.tensors
     page_size, num_tokens = key_pages.shape[2], len(lengths)
     (q, k, v), angles = new_tokens(num_tokens + num_padding, heads, key_pages.device, dtype)
@@ -482,7 +476,7 @@ def test_tiles_of_the_sweep_are_right(block_n):
 @pytest.mark.gpu
 @pytest.mark.parametrize("context", [[65536], [4096, 1, 0, 130, 2049, 4096]], ids=["one long", "ragged"])
 def test_captured_ranges_combine_in_every_replay(context):
-    """Four calls in a row in one graph, as the layers of a model are, on one plan."""
+    """One graph has four calls on one plan, like the layers of a model."""
     case = make_case([1] * len(context), context, (16, 2, 128), "cuda", torch.bfloat16)
     lengths = case.tensors[-1]
 
@@ -508,7 +502,7 @@ def test_captured_ranges_combine_in_every_replay(context):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_padding", [0, 2])
 def test_a_plan_of_a_cpu_step_writes_and_reads_as_the_references_do(num_padding, dtype):
-    """Two layers with one plan: decode, a whole prompt, and a chunk; padding is rotated and not stored."""
+    """Two layers share a plan with decode, a whole prompt, and a chunk; padding is rotated and not stored."""
     new, context, (H, G, K), page_size = [1, 7, 1, 4], [20, 7, 3, 30], (4, 2, 64), 8
     case = make_case(new, context, (H, G, K), "cpu", dtype, page_size)
     _, keys, values, table, starts, lengths = case.tensors

@@ -84,12 +84,12 @@ def test_weights_of_every_ratio_are_those_of_pillow(device):
             assert torch.equal(result.cpu(), pillow(pixels, (1, new))), (old, new)
 
 
-def test_weights_are_normalised_and_zero_behind_the_last_pixel():
+def test_weights_are_normalised_and_zero_after_the_last_pixel():
     for old, new in [(1, 9), (9, 1), (37, 36), (36, 37), (1288, 1148), (2000, 56)]:
         first, weights = resize_weights(old, new)
-        is_behind = first[:, None] + np.arange(weights.shape[1]) >= old
+        is_after = first[:, None] + np.arange(weights.shape[1]) >= old
         assert first.min() >= 0
-        assert not weights[is_behind].any()
+        assert not weights[is_after].any()
         assert np.abs(weights.sum(axis=1) - 2**22).max() <= weights.shape[1]
         assert 255 * np.abs(weights.astype(np.int64)).sum(axis=1).max() + 2**21 < 2**31
         assert not first.flags.writeable

@@ -67,7 +67,7 @@ def test_the_sum_with_a_residual_equals_the_reference(shape, device, dtype):
     with launch.forced("triton"):
         outputs = add_rms_norm(*inputs, EPS)
         actual = (*outputs, *gradients(outputs, inputs, (d_y, d_sum)))
-    # The sum is rounded to the dtype before it is normalised: the reference gets it so rounded.
+    # The sum is rounded to the dtype before it is normalised, also for the reference.
     total = (x + residual).float()
     inputs = [
         total.requires_grad_(),

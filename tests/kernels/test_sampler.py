@@ -32,7 +32,7 @@ def parameters(num_requests, device, **values):
 
 
 def random_parameters(num_requests, vocab_size, device):
-    """Every filter on and off, in all combinations that chance brings."""
+    """Filters in random combinations, on and off."""
 
     def sometimes(value, off):
         return torch.where(torch.rand(num_requests) < 0.5, value, torch.tensor(off, dtype=value.dtype))
@@ -105,7 +105,7 @@ def test_each_filter_keeps_what_it_should(device):
 
 
 def test_draws_follow_the_distribution(device):
-    """Chi-square over 50 tokens: with 49 degrees of freedom it stays below 100 but once in 40000 times."""
+    """Chi-square over 50 tokens: with 49 degrees of freedom it exceeds 100 once in 40000 runs."""
     vocab_size, num_draws = 50, 20_000
     logits = torch.randn(vocab_size, device=device)
     chosen = parameters(num_draws, device, temperature=0.8, positions=torch.arange(num_draws), seeds=5)
@@ -175,7 +175,7 @@ def test_rows_that_are_not_finite_give_no_token(device):
 
 
 def sorted_draw(x, temperature, top_k, top_p, min_p, seed, position):
-    """One row by the definition, with a sort."""
+    """Draw one row by the definition, with a sort."""
     [noise] = exponential_noise(seed[None], position[None], len(x))
     values, mass = x.unique(return_inverse=True)
     kept = x >= x.sort(descending=True).values[min(max(int(top_k), 1), len(x)) - 1]
@@ -204,7 +204,7 @@ def test_the_reference_equals_a_sort_for_each_row(has_ties):
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0], ids=["flat", "wide", "peaked"])
 def test_top_p_on_a_cpu_takes_less_time_than_a_sort(scale):
-    """Rows of a real vocabulary, by process time: the best of several runs of each, in turns."""
+    """Both draw rows of a real vocabulary in turns; the best process times are compared."""
     logits = torch.randn(4, 151_936) * scale
     chosen = parameters(4, "cpu", top_p=0.9)
 
@@ -268,7 +268,7 @@ def test_rows_beyond_two_to_the_31_elements_are_found():
 
 
 def test_a_temperature_next_to_nothing_takes_the_likeliest_token(device):
-    """Its inverse would be infinite; a token outside the vocabulary would take the device down with the next step."""
+    """The inverse of a tiny temperature is infinite; a token outside the vocabulary would crash the next step."""
     logits = torch.randn(3, 1000, device=device)
     rows = len(logits)
     for top_k in (1, 1000):
@@ -286,7 +286,7 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_token(device):
 
 
 def destination_of(slots, device):
-    """Rows for slots 0 to 5 and one of no slot; tokens of the host."""
+    """Rows of slots 0 to 5 and one of no slot, and memory of the host for their tokens."""
     host = torch.full((len(slots),), -7)
     return Destination(
         torch.full((7,), 99, device=device),

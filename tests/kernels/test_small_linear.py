@@ -33,7 +33,7 @@ def inputs(num_tokens, shape, device, dtype, has_bias=True):
 
 
 def product(rows, weight, bias):
-    """In fp32, from rows that are rounded already."""
+    """The outputs in fp32, from rows that are rounded already."""
     return F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
 
 
@@ -144,7 +144,7 @@ def test_rows_apart_equal_copies(device, dtype):
 
 
 def test_a_token_does_not_depend_on_the_others(device, dtype):
-    """Nor on how many there are: alone, and in every batch up to the largest, its outputs are the same bits."""
+    """The outputs of a row have the same bits alone and in every batch up to the largest."""
     shape = (1040, 2048) if device == "cuda" else (6, 300)
     x, residual, norm_weight, weight, bias = inputs(MAX_TOKENS, shape, device, dtype)
 
@@ -241,7 +241,7 @@ def test_real_shapes_equal_the_reference(shape, num_tokens, device, dtype):
 
 @pytest.mark.gpu
 def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(device, monkeypatch):
-    """Each launch starts before the one it reads from has ended; repeated, so that a race would show."""
+    """Each launch starts before the one it reads from has ended; repetitions would show a race."""
     monkeypatch.undo()  # memory is not poisoned here: its filling would come between the launches
     dtype = torch.bfloat16
     x, residual, norm_weight, first, bias = inputs(1, (2048, 2048), device, dtype)

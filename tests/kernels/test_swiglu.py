@@ -48,7 +48,7 @@ def test_halves_of_a_fused_row_equal_copies(dim, device, dtype):
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 8), (7, 129), (3, 5, 48)], ids=str)
-def test_with_the_linear_layer_behind_it_equals_the_reference(shape, has_bias, device, dtype):
+def test_with_the_linear_layer_after_it_equals_the_reference(shape, has_bias, device, dtype):
     gate, up = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     weight = (torch.randn(33, shape[-1], device=device) / shape[-1] ** 0.5).to(dtype)
     bias = torch.randn(33, device=device).to(dtype) if has_bias else None
@@ -66,7 +66,7 @@ def test_with_the_linear_layer_behind_it_equals_the_reference(shape, has_bias, d
         assert_close(name, a, e, 2 * BOUNDS[dtype])
 
 
-def test_the_linear_layer_behind_it_keeps_nothing_but_gate_and_up(device):
+def test_the_linear_layer_after_it_keeps_nothing_but_gate_and_up(device):
     gate, up, weight = (torch.randn(6, 16, device=device, requires_grad=True) for _ in range(3))
     kept = []
     with launch.forced("triton"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

@@ -7,7 +7,7 @@ from saccade.kernels.token_mask import apply_token_mask, apply_token_mask_refere
 
 
 def random_mask(is_allowed_NV):
-    """Packed as the grammar library packs it: bit v % 32 of word v // 32."""
+    """Pack a mask as the grammar library does: bit v % 32 of word v // 32."""
     num_rows, vocab_size = is_allowed_NV.shape
     padded = np.zeros((num_rows, -(-vocab_size // 32) * 32), bool)
     padded[:, :vocab_size] = is_allowed_NV

@@ -1,4 +1,4 @@
-"""The oracle of quantized checkpoints: folders written by the `compressed-tensors` package, and the weights it makes of them."""
+"""The oracle of quantized checkpoints: folders of the `compressed-tensors` package, and the weights that it reads."""
 
 import shutil
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def write_quantized(
     source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE,
     change: Callable[[QuantizationArgs], None] | None = None, inputs: QuantizationArgs | None = None,
 ) -> Path:  # fmt: skip
-    """Quantize the folder `source` with a preset of the package, round to nearest, into `out`; its decompressed weights
-    into `out`-plain.
+    """Quantize the folder `source` into `out` with a preset of the package, round to nearest.
 
-    `change`: of the preset's weights, such as another group size. `inputs`: activations other than the preset's.
+    `out`-plain gets the decompressed weights. `change`: fields of the preset's weights, such as the group size.
+    `inputs`: activations other than the preset's.
     """
     model = Oracle(source).model
     config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=list(ignore))
@@ -55,7 +55,7 @@ def write_quantized(
 
 
 def load_decompressed(folder: Path) -> PreTrainedModel:
-    """The model of `transformers` that a folder was written from, with weights decompressed by the package and its rounding of activations."""
+    """The model of `transformers` with the package's decompressed weights and its rounding of activations."""
     return _decompressed[folder]
 
 

@@ -1,4 +1,4 @@
-"""The oracle: checkpoints made by `transformers`, and what its processor and model say about a conversation."""
+"""The oracle: checkpoints made by `transformers`, and the results of its processor and model for a conversation."""
 
 import json
 from dataclasses import dataclass, field
@@ -60,14 +60,14 @@ class Shape:
     """Further fields of the vision config."""
     family: str = "qwen2_5_vl"
     width: int | None = None
-    """Hidden size, where heads do not fill it."""
+    """Hidden size, if heads do not fill it."""
 
     @property
     def hidden_size(self) -> int:
         return self.width or self.heads * self.head_dim
 
     def vision_config(self) -> dict[str, Any]:
-        """As the family calls it."""
+        """The family's name of its width."""
         width = self.vision_heads * self.vision_head_dim
         common = {"depth": self.vision_depth, "num_heads": self.vision_heads}
         if self.family == "qwen2_vl":
@@ -99,14 +99,30 @@ SHAPES = [
 OTHER_SHAPES = [
     Shape("qwen2-vl-tied", 4, 2, 64, (8, 12, 12), True, 2, 64, family="qwen2_vl"),
     Shape("qwen2-vl-untied-mlp3", 3, 1, 80, (10, 15, 15), False, 3, 40, family="qwen2_vl", extra={"mlp_ratio": 3}),
-    Shape("qwen2-vl-deep-tied-merge3", 7, 1, 64, (8, 12, 12), True, 1, 80, vision_depth=5, family="qwen2_vl", extra={"spatial_merge_size": 3}),
+    Shape(
+        "qwen2-vl-deep-tied-merge3", 7, 1, 64, (8, 12, 12), True, 1, 80, vision_depth=5, family="qwen2_vl",
+        extra={"spatial_merge_size": 3},
+    ),
     Shape("qwen2-vl-wide-heads-untied", 2, 2, 128, (16, 24, 24), False, 4, 20, vision_depth=1, family="qwen2_vl"),
-    Shape("qwen3-vl-tied", 4, 2, 64, (12, 10, 10), True, 2, 32, family="qwen3_vl", extra={"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}),
-    Shape("qwen3-vl-untied-wide-heads", 4, 1, 64, (12, 10, 10), False, 3, 24, family="qwen3_vl", width=144, extra={"deepstack_visual_indexes": [1], "num_position_embeddings": 2304}),
-    Shape("qwen3-vl-more-features-than-layers-merge1", 3, 3, 80, (16, 12, 12), False, 1, 64, vision_depth=4, family="qwen3_vl", width=200, extra={"deepstack_visual_indexes": [0, 1, 3], "num_position_embeddings": 16, "spatial_merge_size": 1}),
-    Shape("qwen3-vl-no-deepstack-tied", 2, 1, 128, (64, 32, 32), True, 2, 80, family="qwen3_vl", extra={"deepstack_visual_indexes": [], "num_position_embeddings": 100}),
+    Shape(
+        "qwen3-vl-tied", 4, 2, 64, (12, 10, 10), True, 2, 32, family="qwen3_vl",
+        extra={"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49},
+    ),
+    Shape(
+        "qwen3-vl-untied-wide-heads", 4, 1, 64, (12, 10, 10), False, 3, 24, family="qwen3_vl", width=144,
+        extra={"deepstack_visual_indexes": [1], "num_position_embeddings": 2304},
+    ),
+    Shape(
+        "qwen3-vl-more-features-than-layers-merge1", 3, 3, 80, (16, 12, 12), False, 1, 64, vision_depth=4,
+        family="qwen3_vl", width=200,
+        extra={"deepstack_visual_indexes": [0, 1, 3], "num_position_embeddings": 16, "spatial_merge_size": 1},
+    ),
+    Shape(
+        "qwen3-vl-no-deepstack-tied", 2, 1, 128, (64, 32, 32), True, 2, 80, family="qwen3_vl",
+        extra={"deepstack_visual_indexes": [], "num_position_embeddings": 100},
+    ),
 ]  # fmt: skip
-"""The families beside the first, four shapes each."""
+"""The other families, four shapes each."""
 
 FAMILIES = [
     pytest.param(shape, id=shape.name, marks=[pytest.mark.slow] * (number % 4 > 1))
@@ -119,7 +135,7 @@ ONE_PER_FAMILY = [
     pytest.param(*shape.values, id=shape.id, marks=[pytest.mark.slow] * (number % 4 > 0))
     for number, shape in enumerate(FAMILIES)
 ]
-"""The same where the model is not what is tested: three of each family are slow variants."""
+"""The shapes for tests of something other than the model: three of each family are slow variants."""
 
 
 def words() -> tuple[TextFiles, dict[str, int]]:
@@ -131,7 +147,7 @@ def words() -> tuple[TextFiles, dict[str, int]]:
 def make_checkpoint(
     folder: Path, shape: Shape, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
 ) -> Path:
-    """A checkpoint folder written by `transformers`; no weight, bias or norm is left at a value that hides mistakes."""
+    """A checkpoint folder written by `transformers`; no weight, bias or norm has a value that hides mistakes."""
     if shape.family in ORACLES:
         return ORACLES[shape.family].write(folder, shape, dtype, max_shard_size)
     spoken, token_ids = words()
@@ -177,7 +193,7 @@ def tokenizer_for(spoken: TextFiles, folder: Path) -> PreTrainedTokenizerFast:
 
 
 class Oracle:
-    """What `transformers` makes of one checkpoint folder."""
+    """The model and processor of `transformers` for one checkpoint folder."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.folder, self.dtype = folder, dtype
@@ -244,9 +260,8 @@ class Oracle:
     def following(self, inputs: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
         """The most probable token at each position of a continuation; the continuation itself, if it is the greedy one.
 
-        Two forward passes, where generation would take one per token: the prompt, and the continuation over its KV
-        cache. Random weights may generate a placeholder, which is a token like others there; in one pass `transformers`
-        would want an image for it.
+        There are two forward passes: the prompt, and the continuation over its KV cache. Random weights may generate a
+        placeholder, which is an ordinary token there; in a single pass `transformers` would require an image for it.
         """
         self.model.model.rope_deltas = None
         prompt = self.model(**inputs, use_cache=True)
@@ -255,7 +270,7 @@ class Oracle:
 
 
 def _timed_frames(grid: torch.Tensor, fps: float, merge_size: int) -> str:
-    """What the processor of Qwen3-VL writes for a video. (Making the processor itself needs torchvision.)"""
+    """The text of a video of Qwen3-VL's processor, which itself needs torchvision."""
     sizes = SimpleNamespace(merge_size=merge_size, temporal_patch_size=2)
     markers = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>", "video_token": VIDEO}
     times = partial(Qwen3VLProcessor._calculate_timestamps, None)

@@ -1,4 +1,4 @@
-"""The oracle of LLaVA-NeXT: folders that `transformers` wrote, in both layouts, and what its processor makes of a conversation."""
+"""The oracle of LLaVA-NeXT: folders that `transformers` wrote, in both layouts, and its processor's inputs."""
 
 import json
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ VICUNA = (
     "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
     "{% if message['role'] != 'assistant' %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}{% "
+    "endfor %}"
     "{% else %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}"
@@ -54,16 +55,16 @@ class Shape:
     tied: bool
     template: str
     prepends: Literal["first", "every"]
-    """Where the tokenizer writes a space: before a prompt, or before each text between control tokens."""
+    """Whether the tokenizer writes a space before a prompt, or before each text between control tokens."""
     other: dict[str, Any] = field(default_factory=dict)
     """Further fields of the config."""
     is_published_layout: bool = False
-    """Names and files as on the hub, from before version 5."""
+    """Whether names and files are those of the hub, from before version 5."""
     family: str = "llava_next"
 
     @property
     def resolutions(self) -> list[list[int]]:
-        """The published ones, in tiles of this size."""
+        """The published resolutions, in tiles of this size."""
         side = self.vision["image_size"]
         return [[side, 2 * side], [2 * side, side], [2 * side, 2 * side], [3 * side, side], [side, 3 * side]]
 
@@ -86,10 +87,28 @@ def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: in
 
 
 SHAPES = [
-    Shape("llava-next-mistral-window", _text("mistral", 4, 2, 128, sliding_window=24, max_position_embeddings=4096), _vision(2, 64, 28, 14), False, MISTRAL, "first"),
-    Shape("llava-next-vicuna-published-layout", _text("llama", 3, 3, 120, max_position_embeddings=2048), _vision(3, 72, 30, 14), False, VICUNA, "every", is_published_layout=True),
-    Shape("llava-next-llama-two-layers-tied", _text("llama", 4, 1, 96, head_dim=40, max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), _vision(2, 48, 27, 9, 4), True, VICUNA, "first", {"vision_feature_layer": [-3, -1], "multimodal_projector_bias": False}),
-    Shape("llava-next-mistral-no-window-published-layout", _text("mistral", 2, 2, 64, sliding_window=None, max_position_embeddings=4096), _vision(1, 40, 16, 8, 2), False, MISTRAL, "every", {"vision_feature_layer": 1}, is_published_layout=True),
+    Shape(
+        "llava-next-mistral-window", _text("mistral", 4, 2, 128, sliding_window=24, max_position_embeddings=4096),
+        _vision(2, 64, 28, 14), False, MISTRAL, "first",
+    ),
+    Shape(
+        "llava-next-vicuna-published-layout", _text("llama", 3, 3, 120, max_position_embeddings=2048),
+        _vision(3, 72, 30, 14), False, VICUNA, "every", is_published_layout=True,
+    ),
+    Shape(
+        "llava-next-llama-two-layers-tied",
+        _text(
+            "llama", 4, 1, 96, head_dim=40, max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+        _vision(2, 48, 27, 9, 4), True, VICUNA, "first",
+        {"vision_feature_layer": [-3, -1], "multimodal_projector_bias": False},
+    ),
+    Shape(
+        "llava-next-mistral-no-window-published-layout",
+        _text("mistral", 2, 2, 64, sliding_window=None, max_position_embeddings=4096), _vision(1, 40, 16, 8, 2),
+        False, MISTRAL, "every", {"vision_feature_layer": 1}, is_published_layout=True,
+    ),
 ]  # fmt: skip
 
 CONTROL = ("<unk>", "<s>", "</s>")
@@ -108,16 +127,28 @@ def tokenizer_description(prepends: str) -> dict[str, Any]:
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, space]} if legacy else None,
-        "pre_tokenizer": None if legacy else {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        "normalizer": (
+            {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, space]} if legacy else None
+        ),
+        "pre_tokenizer": None if legacy else {
+            "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False,
+        },
         "post_processor": {
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
         },
-        "decoder": {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
             "fuse_unk": True, "byte_fallback": True, "vocab": {piece: i for i, piece in enumerate(order)},
             "merges": [merge.split(" ") for merge in MERGES if merge.replace(" ", "") in order],
         },
@@ -164,7 +195,7 @@ def processor(folder: Path, shape: Shape) -> LlavaNextProcessor:
 
 
 def _publish(folder: Path) -> None:
-    """Names of tensors and files as before version 5, and a config without what is a default."""
+    """Rewrite names of tensors and files as before version 5, and drop defaults from the config."""
     tensors = {_published_name(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described = json.loads((folder / "processor_config.json").read_text())
@@ -193,7 +224,7 @@ def _published_name(name: str) -> str:
 def inputs(
     folder: Path, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What its processor makes of a conversation, whose texts must be parts."""
+    """The inputs that its processor makes of a conversation, whose texts must be parts."""
     described = json.loads((folder / "processor_config.json").read_text())
     images = LlavaNextImageProcessorPil.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -225,5 +256,5 @@ def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def positions(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[3, tokens]: one after another."""
+    """[3, tokens]: consecutive positions."""
     return torch.arange(given["input_ids"].shape[1]).expand(3, -1)

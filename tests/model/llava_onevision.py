@@ -1,4 +1,4 @@
-"""The oracle of LLaVA-OneVision: folders that `transformers` wrote, in both layouts, and what its processor makes of a conversation."""
+"""The oracle of LLaVA-OneVision: folders that `transformers` wrote, in both layouts, and its processor's inputs."""
 
 import json
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ TEMPLATE = (
     "{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""As the published one: part lists only, images first and then videos, and a space that a past turn has and the generation prompt has not."""
+"""Like the published one: part lists only, images before videos, and a space in past turns only."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Shape:
     vision: dict[str, Any]
     """Fields of the vision config."""
     tied: bool = False
-    """`tie_word_embeddings` outside the text config."""
+    """`tie_word_embeddings` of the outer config."""
     max_tiles: int = 9
-    """Of `vision_aspect_ratio`."""
+    """N of `vision_aspect_ratio` anyres_max_N."""
     tiles: int = 3
-    """Most tiles of a side."""
+    """Maximum tiles per side."""
     other: dict[str, Any] = field(default_factory=dict)
     """Further fields of the config."""
     is_published_layout: bool = False
-    """Names and files as on the hub, from before version 5."""
+    """Whether names and files are those of the hub, from before version 5."""
     family: str = "llava_onevision"
 
     @property
@@ -68,7 +68,12 @@ class Shape:
 def _text(heads: int, kv_heads: int, width: int, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    return {"model_type": "qwen2", "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 320} | sizes | rope | more  # fmt: skip
+    return (
+        {"model_type": "qwen2", "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 320}
+        | sizes
+        | rope
+        | more
+    )
 
 
 def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: int = 2, **more: Any) -> dict[str, Any]:
@@ -80,15 +85,28 @@ def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: in
 
 NO_HEAD = {"vision_use_head": False}
 SHAPES = [
-    Shape("onevision-tied-in-text-config", _text(4, 2, 128, tie_word_embeddings=True), _vision(2, 64, 30, 7, **NO_HEAD), max_tiles=4),
-    Shape("onevision-untied-published-layout", _text(3, 1, 120), _vision(3, 60, 27, 9, 3, **NO_HEAD), max_tiles=2, tiles=4, is_published_layout=True),
-    Shape("onevision-two-layers-pooling-head", _text(7, 1, 112), _vision(2, 36, 28, 14, 3), True, other={"vision_feature_layer": [-2, 1], "multimodal_projector_bias": False}),
-    Shape("onevision-early-layer-published-layout", _text(2, 2, 96, rms_norm_eps=1e-5), _vision(1, 40, 40, 8, 3, **NO_HEAD), max_tiles=1, tiles=2, other={"vision_feature_layer": 2}, is_published_layout=True),
+    Shape(
+        "onevision-tied-in-text-config", _text(4, 2, 128, tie_word_embeddings=True),
+        _vision(2, 64, 30, 7, **NO_HEAD), max_tiles=4,
+    ),
+    Shape(
+        "onevision-untied-published-layout", _text(3, 1, 120), _vision(3, 60, 27, 9, 3, **NO_HEAD), max_tiles=2,
+        tiles=4, is_published_layout=True,
+    ),
+    Shape(
+        "onevision-two-layers-pooling-head", _text(7, 1, 112), _vision(2, 36, 28, 14, 3), True,
+        other={"vision_feature_layer": [-2, 1], "multimodal_projector_bias": False},
+    ),
+    Shape(
+        "onevision-early-layer-published-layout", _text(2, 2, 96, rms_norm_eps=1e-5),
+        _vision(1, 40, 40, 8, 3, **NO_HEAD), max_tiles=1, tiles=2, other={"vision_feature_layer": 2},
+        is_published_layout=True,
+    ),
 ]  # fmt: skip
 
 
 class ImagesOnly(LlavaOnevisionProcessor):
-    """The processor without videos, whose part needs torchvision."""
+    """The processor without videos, which need torchvision."""
 
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, num_image_tokens: int | None = None,
@@ -139,7 +157,7 @@ def _edit(file: Path, change: Any) -> None:
 
 
 def _publish(folder: Path) -> None:
-    """Names of tensors and files as before version 5, and a config without what is a default."""
+    """Rewrite names of tensors and files as before version 5, and drop defaults from the config."""
     tensors = {
         name.replace("vision_tower.", "vision_tower.vision_model.", 1): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
@@ -177,7 +195,9 @@ def _only(section: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _template(folder: Path) -> str:
     file = folder / "chat_template.jinja"
-    return file.read_text() if file.exists() else json.loads((folder / "chat_template.json").read_text())["chat_template"]  # fmt: skip
+    return (
+        file.read_text() if file.exists() else json.loads((folder / "chat_template.json").read_text())["chat_template"]
+    )
 
 
 def processor(folder: Path) -> ImagesOnly:
@@ -194,7 +214,7 @@ def processor(folder: Path) -> ImagesOnly:
 def inputs(
     folder: Path, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What its processor makes of a conversation, whose texts must be parts. Videos are resized as it resizes images."""
+    """Its processor's inputs of a conversation, whose texts must be parts. Videos are resized like images."""
     theirs, given = processor(folder), [_with_parts(message) for message in messages]
     text = theirs.tokenizer.apply_chat_template(
         given, chat_template=theirs.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -225,7 +245,7 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[patches, pixels of a patch]: of the tiles of all images, without those that fill up a batch, and of the frames of all videos."""
+    """[patches, pixels of a patch] of the tiles of all images, without padding, and of the frames of all videos."""
     vision = json.loads((folder / "config.json").read_text())["vision_config"]
     tiles = [values for key in ("pixel_values", "pixel_values_videos") for values in given.get(key, torch.zeros(0))]
     whole = torch.cat(tiles)
@@ -237,5 +257,5 @@ def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def positions(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[3, tokens]: one after another."""
+    """[3, tokens]: consecutive positions."""
     return torch.arange(given["input_ids"].shape[1]).expand(3, -1)

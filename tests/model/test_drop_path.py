@@ -1,4 +1,4 @@
-"""Stochastic depth of the vision tower: images skip blocks in training, each for itself, and never otherwise."""
+"""Stochastic depth of the vision tower: images skip blocks independently, in training only."""
 
 import dataclasses
 

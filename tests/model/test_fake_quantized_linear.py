@@ -1,4 +1,4 @@
-"""Quantization-aware training: the product is that of the quantized form, gradients pass the rounding, exported weights stay on their grid."""
+"""Quantization-aware training: products of the quantized form, gradients through rounding, weights on their grid."""
 
 import dataclasses
 
@@ -125,7 +125,12 @@ def recipe(root, name, *settings):
 
 @pytest.mark.parametrize(("form", "dtype"), [("int4", "bf16"), ("int8", "fp32")])
 def test_an_exported_checkpoint_is_plain_and_its_weights_are_on_the_grid(root, form, dtype):
-    settings = [f"stages.0.qat.form={form}", "stages.0.qat.group_size=32", f"model.dtype={dtype}", f"checkpoint.export_dtype={dtype}"]  # fmt: skip
+    settings = [
+        f"stages.0.qat.form={form}",
+        "stages.0.qat.group_size=32",
+        f"model.dtype={dtype}",
+        f"checkpoint.export_dtype={dtype}",
+    ]
     config = recipe(root, f"run-{form}", "stages.0.steps=4", *settings)
     train(config, device="cpu")
     found = losses(config.run)
@@ -148,7 +153,9 @@ def test_an_exported_checkpoint_is_plain_and_its_weights_are_on_the_grid(root, f
             packed, scale, _ = quantize_weight_int4(weight, layer.group_size)
             again = dequantize_int4_reference(interleave_int4(packed), scale, None, weight.dtype)
             assert torch.equal(again, weight), name
-        assert len(weight[0].unique()) <= (16 * (weight.shape[1] // (layer.group_size or weight.shape[1])) if form == "int4" else 256)  # fmt: skip
+        assert len(weight[0].unique()) <= (
+            16 * (weight.shape[1] // (layer.group_size or weight.shape[1])) if form == "int4" else 256
+        )
 
 
 def test_a_sharded_run_has_the_losses_of_one_rank(root):

@@ -1,4 +1,4 @@
-"""What every family has: sizes for `saccade init` that load in `transformers`, names, adapters, and a memory plan."""
+"""Every family has sizes for `saccade init` that load in `transformers`, names, adapters, and a memory plan."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ def test_what_is_saved_is_what_was_loaded(made, tmp_path):
 
 
 def test_a_folder_that_says_only_what_is_no_default_loads_alike(family, made, tmp_path):
-    """As published folders are."""
+    """Quantize a folder like published ones."""
     shutil.copytree(made, tmp_path / "sparse")
     raw, config_class = json.loads((made / "config.json").read_text()), CLASSES[family.model_type][0]
     full = config_class.from_dict(copy.deepcopy(raw))
@@ -93,7 +93,7 @@ def test_names_on_disk_lead_back_to_the_parameters(family):
 
 
 def test_layers_are_ignored_under_every_name_that_they_have(family):
-    """A folder that `transformers` 5 wrote ignores them by names that are neither those of the hub nor those of its modules."""
+    """A folder that `transformers` 5 wrote ignores them by names that neither the hub nor its modules use."""
     everything = (("Linear",), StoredScheme("int8"))
     for number in range(len(family.all_names("head.weight"))):
         with torch.device("meta"):
@@ -124,31 +124,59 @@ def test_config_json_says_the_sizes_back(family, tmp_path):
 
 PUBLISHED = {
     "qwen2_vl/2b": {
-        "model_type": "qwen2_vl", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536, "intermediate_size": 8960,
+        "model_type": "qwen2_vl", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536,
+        "intermediate_size": 8960,
         "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 12, "num_hidden_layers": 28,
         "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
         "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-        "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2},
+        "vision_config": {
+            "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 1536,
+            "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+        },
     },
     "qwen3_vl/4b": {
         "model_type": "qwen3_vl", "tie_word_embeddings": True,
-        "text_config": {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}, "rope_theta": 5000000, "vocab_size": 151936},
-        "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "text_config": {
+            "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
+            "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000, "vocab_size": 151936,
+        },
+        "vision_config": {
+            "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl",
+            "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
     },
     "llava_onevision/0.5b": {
-        "model_type": "llava_onevision", "ignore_index": -100, "image_token_index": 151646, "video_token_index": 151647, "projector_hidden_act": "gelu",
-        "image_grid_pinpoints": [[384 * height, 384 * width] for height in range(1, 7) for width in range(1, 7)], "tie_word_embeddings": False,
-        "text_config": {"bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 152000},
-        "use_image_newline_parameter": True, "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
-        "vision_config": {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False},
+        "model_type": "llava_onevision", "ignore_index": -100, "image_token_index": 151646,
+        "video_token_index": 151647, "projector_hidden_act": "gelu",
+        "image_grid_pinpoints": [[384 * height, 384 * width] for height in range(1, 7) for width in range(1, 7)],
+        "tie_word_embeddings": False,
+        "text_config": {
+            "bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 896, "intermediate_size": 4864,
+            "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+            "num_key_value_heads": 2, "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 152000,
+        },
+        "use_image_newline_parameter": True, "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {
+            "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False,
+        },
     },
     "llava_onevision/7b": {
         "model_type": "llava_onevision",
-        "text_config": {"hidden_size": 3584, "intermediate_size": 18944, "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0, "vocab_size": 152128},
+        "text_config": {
+            "hidden_size": 3584, "intermediate_size": 18944, "model_type": "qwen2", "num_attention_heads": 28,
+            "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0, "vocab_size": 152128,
+        },
     },
 }  # fmt: skip
-"""`config.json` as published: sparse, with the decoder at the top level in the oldest family; and one that relies on all defaults."""
+"""Published configs: sparse, with the decoder at the top level in the oldest family; one relies on all defaults."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -160,9 +188,14 @@ def test_a_published_config_is_the_named_size(name):
 
 SPARSE = {
     "nothing": {},
-    "defaults of text and tower": {"text_config": {"intermediate_size": 100, "num_hidden_layers": 3}, "vision_config": {"spatial_merge_size": 1}},
+    "defaults of text and tower": {
+        "text_config": {"intermediate_size": 100, "num_hidden_layers": 3},
+        "vision_config": {"spatial_merge_size": 1},
+    },
     "heads under their other name": {"vision_config": {"num_attention_heads": 8, "depth": 27}},
-    "scaling beside parameters": {"text_config": {"rope_scaling": {"rope_theta": 3e6}, "rope_parameters": {"rope_theta": 7.0}}},
+    "scaling and parameters": {
+        "text_config": {"rope_scaling": {"rope_theta": 3e6}, "rope_parameters": {"rope_theta": 7.0}},
+    },
 }  # fmt: skip
 
 
@@ -173,7 +206,11 @@ def test_what_a_config_does_not_say_is_the_default_of_transformers(model_type, n
     theirs = CLASSES[model_type][0].from_dict(copy.deepcopy(raw))
     ours, text, vision = VISION_LANGUAGE[model_type].parse_config(raw), theirs.text_config, theirs.vision_config
     language, tower = ours.language, ours.vision
-    assert (language.vocab_size, language.hidden_size, language.num_layers) == (text.vocab_size, text.hidden_size, text.num_hidden_layers)  # fmt: skip
+    assert (language.vocab_size, language.hidden_size, language.num_layers) == (
+        text.vocab_size,
+        text.hidden_size,
+        text.num_hidden_layers,
+    )
     assert (language.num_heads, language.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
     assert (language.intermediate_size, language.norm_eps) == (text.intermediate_size, text.rms_norm_eps)
     assert language.max_positions == text.max_position_embeddings
@@ -214,14 +251,24 @@ def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_i
         ("qwen3_vl/4b", "text_config", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_vl/4b", "vision_config", {"deepstack_visual_indexes": [11, 5]}, "must ascend"),
         ("qwen3_vl/4b", "vision_config", {"num_position_embeddings": 2300}, "no square"),
-        ("llava_onevision/0.5b", "vision_config", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'gelu_pytorch_tanh'"),
-        ("llava_onevision/0.5b", "vision_config", {"model_type": "clip_vision_model"}, "model_type is 'clip_vision_model'"),
+        (
+            "llava_onevision/0.5b", "vision_config", {"hidden_act": "gelu"},
+            "hidden_act is 'gelu'; only 'gelu_pytorch_tanh'",
+        ),
+        (
+            "llava_onevision/0.5b", "vision_config", {"model_type": "clip_vision_model"},
+            "model_type is 'clip_vision_model'",
+        ),
         ("llava_onevision/0.5b", "vision_config", {"image_size": 336}, "not made of whole tiles of 336"),
         ("llava_onevision/0.5b", "vision_config", {"patch_size": 400}, "do not fit tiles of 384"),
         ("llava_onevision/0.5b", "text_config", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3_vl/4b", "vision_config", {"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta is 5000.0"),
         ("qwen3_vl/4b", "vision_config", {"rope_theta": 5000.0}, "rope_theta is 5000.0"),
-        ("qwen3_vl/4b", "text_config", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        (
+            "qwen3_vl/4b", "text_config",
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}},
+            "'yarn' is not supported",
+        ),
         ("llava_onevision/0.5b", "text_config", {"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
     ],
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""Folders in the layouts of AutoGPTQ and AutoAWQ, and with groups in the order of activity: what the packed numbers
-mean, written here one by one, and what is refused."""
+"""Folders in the layouts of AutoGPTQ and AutoAWQ, and with groups in the order of activity.
+
+The tests write the meaning of the packed numbers one by one, and name what is refused.
+"""
 
 import json
 import shutil
@@ -19,10 +21,26 @@ from saccade.processor import Processor
 GROUP = 64
 CONFIGS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-    "gptq_v2": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    "gptq_v2": {
+        "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2",
+    },
     "gptq desc_act": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": True},
-    "actorder group": {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*visual.*", "lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "actorder": "group"}}}},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["visual"]},
+    "actorder group": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*visual.*", "lm_head"],
+        "config_groups": {
+            "g": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP,
+                    "actorder": "group",
+                },
+            },
+        },
+    },
+    "awq": {
+        "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": ["visual"],
+    },
 }  # fmt: skip
 AWQ_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -60,7 +78,7 @@ def pack(layout, q, z, s, groups):
 
 
 def groups_of_inputs(layout, name, inputs):
-    """In a row, or in an order that the projections of one input share; not in the last layer."""
+    """Groups of consecutive inputs, or in an order that the projections of one input share except in the last layer."""
     groups = np.arange(inputs) // GROUP
     if layout not in ("gptq desc_act", "actorder group"):
         return groups
@@ -77,7 +95,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def folders(request, source, tmp_path_factory):
-    """A quantized folder, and one with the weights it means."""
+    """A quantized folder, and one with its dequantized weights."""
     rng = np.random.default_rng(3)
     folder = tmp_path_factory.mktemp(request.param)
     quantized, plain = (shutil.copytree(source, folder / name) for name in ("quantized", "plain"))

@@ -15,9 +15,20 @@ from saccade.model.initialize import initialize_from_text, initialize_random, na
 from saccade.model.text_files import byte_tokenizer
 from saccade.processor import Processor
 
-SIZES = {"vocab_size": 280, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 512}  # fmt: skip
+SIZES = {
+    "vocab_size": 280,
+    "hidden_size": 192,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
 TEXT_MODELS = {
-    "llama-untied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+    "llama-untied": (
+        LlamaForCausalLM, LlamaConfig,
+        {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    ),
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": False}),
@@ -75,7 +86,18 @@ def test_the_text_models_own_template_stays_verbatim_and_images_find_their_place
 def test_an_embedding_that_is_too_small_grows_by_the_mean_of_its_rows_to_an_aligned_size(tmp_path):
     text = make_text_checkpoint(tmp_path / "text", "qwen2-tied")
     tokenizer = json.loads((text / "tokenizer.json").read_text())
-    tokenizer["added_tokens"] += [{"id": i, "content": f"<|extra{i}|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for i in range(259, 280)]  # fmt: skip
+    tokenizer["added_tokens"] += [
+        {
+            "id": i,
+            "content": f"<|extra{i}|>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for i in range(259, 280)
+    ]
     (text / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = initialize_from_text(tmp_path / "vlm", text, "tiny", dtype=torch.float32)
     assert config.language.vocab_size == 320
@@ -112,7 +134,7 @@ def edit(folder, **changes):
         ({"intermediate_size": 161}, "expected"),
     ],
 )
-def test_text_models_we_cannot_build_on_are_refused_and_nothing_is_left_behind(tmp_path, changes, message):
+def test_text_models_we_cannot_build_on_are_refused_and_nothing_is_left(tmp_path, changes, message):
     text = make_text_checkpoint(tmp_path / "text", "llama-tied")
     edit(text, **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -151,7 +173,12 @@ def test_everything_wrong_with_a_text_models_tensors_is_named_before_anything_is
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, text / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         initialize_from_text(tmp_path / "vlm", text, "tiny")
-    for part in ("missing language.norm.weight", "missing language.layers.1.mlp.up_proj.weight", "surplus visual.norm.weight", "down_proj.weight is [2, 2], expected [192, 160]"):  # fmt: skip
+    for part in (
+        "missing language.norm.weight",
+        "missing language.layers.1.mlp.up_proj.weight",
+        "surplus visual.norm.weight",
+        "down_proj.weight is [2, 2], expected [192, 160]",
+    ):
         assert part in str(caught.value)
     assert "inv_freq" not in str(caught.value)
 

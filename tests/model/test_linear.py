@@ -116,9 +116,13 @@ def test_adapters_are_computed_in_the_product_of_their_projections(bias, monkeyp
     parts = [Linear(24, size, bias=bias).requires_grad_(False) for size in (32, 16)]
     before = copy.deepcopy(parts)
     stack = adapters.AdapterStack(parts, torch.tensor([2.0, 0.5]), 16, torch.float32)
-    monkeypatch.setattr(stack, "add", None)  # it would compute A x apart
+    monkeypatch.setattr(stack, "add", None)  # it would compute A x separately
     x, slots = torch.randn(6, 24), torch.tensor([0, 1, 2, 2, 0, 1], dtype=torch.int32)
-    matrices = {(slot, part): (torch.randn(8, 24), torch.randn(size, 8)) for slot in (0, 1) for part, size in enumerate((32, 16))}  # fmt: skip
+    matrices = {
+        (slot, part): (torch.randn(8, 24), torch.randn(size, 8))
+        for slot in (0, 1)
+        for part, size in enumerate((32, 16))
+    }
     for (slot, part), pair in matrices.items():
         stack.set(slot, part, pair)
     for part in parts:

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT beside what every family shows: extreme shapes, windows, configs that say little, and text that spells control tokens."""
+"""LLaVA-NeXT only: extreme shapes, windows, sparse configs, and text that spells control tokens."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ EXTREMES = [
     answer("no rows are left"),
     ask(picture(450, 3, 4), picture(1, 1, 5), "and", picture(27, 31, 6)),
 ]
-"""Of the first only newlines or nothing remains besides the small picture."""
+"""Only newlines or nothing of the first image remain, apart from the small picture."""
 
 
 ODD = dataclasses.replace(
@@ -61,7 +61,15 @@ def test_worker_processes_and_the_engine_give_them_too(tmp_path):
     messages = [*EXTREMES, answer("fine"), ask("and now?")]
     inputs = Processor.load(folder)([messages], add_generation_prompt=True)
     expected = generate(load_model(folder, device="cpu"), inputs, max_new_tokens=8)
-    config = EngineConfig(page_size=4, num_pages=200, max_length=800, max_step_tokens=64, max_encoder_patches=64, encoder_cache_tokens=512, num_workers=1)  # fmt: skip
+    config = EngineConfig(
+        page_size=4,
+        num_pages=200,
+        max_length=800,
+        max_step_tokens=64,
+        max_encoder_patches=64,
+        encoder_cache_tokens=512,
+        num_workers=1,
+    )
     with Engine.load(folder, device="cpu", config=config) as engine:
         [completion] = engine.generate([messages], SamplingParams(max_tokens=8, ignore_eos=True))
     assert [completion.token_ids] == expected
@@ -79,7 +87,7 @@ def test_text_that_spells_control_tokens_stays_text(folder):
 
 
 def test_the_window_is_seen(tmp_path):
-    """The logits would differ without it."""
+    """The logits differ without the window."""
     folder = make_checkpoint(tmp_path / "checkpoint", SHAPES[0])
     model, inputs = load_model(folder, device="cpu"), Processor.load(folder)([[ask("word " * 40)]])
     language = dataclasses.replace(model.config.language, sliding_window=None)
@@ -96,27 +104,62 @@ MISTRAL = {
     "image_token_index": 32000,
     "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
     "projector_hidden_act": "gelu",
-    "text_config": {"_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2", "architectures": ["MistralForCausalLM"], "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "vocab_size": 32064},
-    "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768, "vocab_size": 32000},
+    "text_config": {
+        "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2", "architectures": ["MistralForCausalLM"],
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "torch_dtype": "bfloat16",
+        "vocab_size": 32064,
+    },
+    "vision_config": {
+        "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        "vocab_size": 32000,
+    },
     "tie_word_embeddings": False, "use_image_newline_parameter": True, "vision_feature_layer": -2,
     "vision_feature_select_strategy": "default", "vocab_size": 32064,
 }  # fmt: skip
 VICUNA = MISTRAL | {
-    "text_config": {"_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "model_type": "llama", "pad_token_id": 0, "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32064},
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096, "model_type": "llama", "pad_token_id": 0, "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16", "vocab_size": 32064,
+    },
 }  # fmt: skip
-SPARSE = [MISTRAL, VICUNA, {"model_type": "llava_next"}, {"model_type": "llava_next", "text_config": {"model_type": "mistral", "sliding_window": None}, "vision_config": {}, "image_grid_pinpoints": [[224, 448]], "vision_feature_layer": [1, -1]}]  # fmt: skip
+SPARSE = [
+    MISTRAL,
+    VICUNA,
+    {"model_type": "llava_next"},
+    {
+        "model_type": "llava_next",
+        "text_config": {"model_type": "mistral", "sliding_window": None},
+        "vision_config": {},
+        "image_grid_pinpoints": [[224, 448]],
+        "vision_feature_layer": [1, -1],
+    },
+]
 
 
 @pytest.mark.parametrize("raw", SPARSE, ids=["mistral", "vicuna", "nothing", "little"])
 def test_what_a_config_does_not_say_is_the_default_of_transformers(raw):
     theirs, ours = LlavaNextConfig.from_dict(raw), VISION_LANGUAGE["llava_next"].parse_config(raw)
     text, vision, language, tower = theirs.text_config, theirs.vision_config, ours.language, ours.vision
-    assert (language.vocab_size, language.hidden_size, language.num_layers) == (text.vocab_size, text.hidden_size, text.num_hidden_layers)  # fmt: skip
+    assert (language.vocab_size, language.hidden_size, language.num_layers) == (
+        text.vocab_size,
+        text.hidden_size,
+        text.num_hidden_layers,
+    )
     assert (language.num_heads, language.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
     assert (language.intermediate_size, language.norm_eps) == (text.intermediate_size, text.rms_norm_eps)
-    assert (language.max_positions, language.rope_theta) == (text.max_position_embeddings, text.rope_parameters["rope_theta"])  # fmt: skip
+    assert (language.max_positions, language.rope_theta) == (
+        text.max_position_embeddings,
+        text.rope_parameters["rope_theta"],
+    )
     assert language.sliding_window == getattr(text, "sliding_window", None)
-    assert (tower.num_layers, tower.hidden_size, tower.num_heads) == (vision.num_hidden_layers, vision.hidden_size, vision.num_attention_heads)  # fmt: skip
+    assert (tower.num_layers, tower.hidden_size, tower.num_heads) == (
+        vision.num_hidden_layers,
+        vision.hidden_size,
+        vision.num_attention_heads,
+    )
     assert (tower.intermediate_size, tower.norm_eps) == (vision.intermediate_size, vision.layer_norm_eps)
     assert (tower.tile_size, tower.patch_size) == (vision.image_size, vision.patch_size)
     assert [list(size) for size in tower.resolutions] == theirs.image_grid_pinpoints
@@ -140,7 +183,10 @@ def test_a_head_tied_in_the_text_config_alone_is_not_tied():
         ({"vision_feature_select_strategy": "full"}, "only 'default' is supported"),
         ({"text_config": {"model_type": "gemma"}}, "only llama, mistral are supported"),
         ({"text_config": {"model_type": "llama", "attention_bias": True}}, "attention_bias"),
-        ({"text_config": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}}, "only unscaled RoPE"),
+        (
+            {"text_config": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}},
+            "only unscaled RoPE",
+        ),
         ({"vision_feature_layer": "last"}, "not a layer"),
         ({"vision_feature_layer": True}, "not a layer"),
         ({"text_config": {"model_type": []}}, "only llama, mistral are supported"),

@@ -25,7 +25,7 @@ def inputs(folder):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_logits_on_the_gpu_equal_the_cpu_reference(dtype, folder, inputs):
-    """The same weights (rounded to the dtype) computed in fp32 on the CPU: what differs is the arithmetic."""
+    """The CPU computes in fp32 with the same weights, rounded to the dtype: only the arithmetic differs."""
     with torch.no_grad():
         expected = load_model(folder, device="cpu", dtype=dtype).float()(inputs)
         actual = load_model(folder, device="cuda", dtype=dtype)(inputs.to("cuda"))

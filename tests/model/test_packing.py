@@ -72,7 +72,7 @@ def test_a_change_that_keeps_all_lengths_leaves_the_others_bit_identical(model, 
 
 
 def test_gradients_of_a_packed_row_are_the_sums_of_one_by_one(folder, processor):
-    """The loss of each conversation reaches the weights as if it had been alone; text-only ones reach no vision weight."""
+    """The loss of each conversation reaches the weights as if it were alone; text-only ones reach no vision weight."""
     model = load_model(folder, device="cpu")
     chosen = [TWELVE[0], TWELVE[1], TWELVE[4], VIDEO]
 
@@ -96,7 +96,7 @@ def test_the_chosen_kernels_give_the_logits_of_the_references(model, processor):
 
 
 def test_triton_kernels_give_the_logits_and_gradients_of_the_references(folder, processor):
-    """Under Triton's interpreter, through the whole model: windows and full attention, grouped heads, rotary, norms, gates."""
+    """The whole model under Triton's interpreter: windows and full attention, grouped heads, rotary, norms, gates."""
     model = load_model(folder, device="cpu")
     packed = processor([[ask(picture(84, 56, 1), "What?")], [ask("a")]])
 

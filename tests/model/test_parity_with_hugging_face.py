@@ -1,4 +1,4 @@
-"""A checkpoint folder made by Hugging Face works unchanged and gives its tokens, pixels, positions, logits and words."""
+"""A checkpoint folder of Hugging Face works unchanged and gives its tokens, pixels, positions, logits and words."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ VIDEO_MESSAGES = [{"role": "user", "content": VIDEO_PARTS}]
 
 
 def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(oracle, model, processor):
-    """Text starts at the largest position of any axis plus one; `transformers` gets the positions, as its own rule changes."""
+    """Text starts at the largest position of any axis plus one; `transformers` is given the positions."""
     if processor.rules.video_id is None:
         pytest.skip("this family takes no videos: test_videos_are_refused_by_families_that_take_none")
     if processor.rules.num_texts("video", (1, 2, 2)):

@@ -1,4 +1,4 @@
-"""Checkpoints that `compressed-tensors` wrote: read without a dequantized copy, and computed as its own decompressed weights."""
+"""Checkpoints of `compressed-tensors` are read without a dequantized copy, and agree with its decompressed weights."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,9 @@ PRESETS = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder, size = tmp_path_factory.mktemp("source") / "model", named_size("tiny")
-    language = replace(size.language, hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, rope_sections=(8, 12, 12))  # fmt: skip
+    language = replace(
+        size.language, hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, rope_sections=(8, 12, 12)
+    )
     initialize_random(folder, replace(size, language=language, tied_head=False))
     return folder
 
@@ -76,7 +78,7 @@ def error(actual, expected):
 
 
 def test_logits_are_those_of_the_package(folder, source):
-    """Its own layers on its decompressed weights, with activations rounded as the scheme says."""
+    """The package's layers on its decompressed weights, with activations rounded as the scheme says."""
     oracle = Oracle(source)
     inputs = oracle.inputs([{"role": "user", "content": "Hello, who are you?"}])
     oracle.model = load_decompressed(folder)
@@ -87,8 +89,11 @@ def test_logits_are_those_of_the_package(folder, source):
 
 
 def test_logits_are_those_of_the_decompressed_weights(folder, inputs):
-    """Up to the rounding of activations: none with four bits, a hundredth with int8; three with fp8, whose mantissa has
-    three bits; a tenth with a static scale that was not calibrated."""
+    """They agree up to the rounding of activations.
+
+    It is none with four bits, 0.01 with int8, 0.03 with fp8 (a mantissa of three bits), 0.1 with an uncalibrated static
+    scale.
+    """
     quantized, plain = (load_model(one, device="cpu") for one in (folder, with_decompressed_weights(folder)))
     with torch.no_grad():
         found = error(quantized(inputs), plain(inputs))
@@ -100,7 +105,7 @@ def test_logits_are_those_of_the_decompressed_weights(folder, inputs):
 
 @pytest.mark.gpu
 def test_a_gpu_computes_what_a_cpu_computes(folder, inputs):
-    """In bf16, and with its own kernels for each form. Static scales that were not calibrated amplify what bf16 rounds on any device."""
+    """bf16 with the kernels of each form. Uncalibrated static scales amplify the rounding of bf16 on any device."""
     quantized = load_model(folder, device="cuda", dtype="bf16")
     with torch.no_grad():
         expected = load_model(folder, device="cpu")(inputs)

@@ -48,7 +48,7 @@ def folder(gguf, tmp_path_factory):
     return built
 
 
-@pytest.mark.slow  # transformers dequantizes for 20 s; parity at tiny sizes is tested in `test_parity_with_hugging_face.py`
+@pytest.mark.slow  # transformers dequantizes for 20 s; `test_parity_with_hugging_face.py` has tiny sizes
 def test_text_logits_equal_those_of_transformers_on_the_same_dequantized_weights(gguf, folder):
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
     inputs = Processor.load(folder)([[{"role": "user", "content": "Name three colours of the rainbow."}]])

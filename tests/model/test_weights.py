@@ -246,8 +246,17 @@ def test_saving_never_touches_a_folder_that_holds_something(own, tmp_path):
 
 
 def test_loading_peaks_below_1_2_times_the_weights(tmp_path):
-    """0.36 GB in one file, in a fresh process: its gain in memory at the peak over what it holds."""
-    deep = override_config(named_size("tiny"), ["language.hidden_size=512", "language.num_layers=12", "language.intermediate_size=4096", "language.rope_sections=[16, 24, 24]"], "test")  # fmt: skip
+    """A fresh process reads 0.36 GB from one file; its peak memory is compared with the model's size."""
+    deep = override_config(
+        named_size("tiny"),
+        [
+            "language.hidden_size=512",
+            "language.num_layers=12",
+            "language.intermediate_size=4096",
+            "language.rope_sections=[16, 24, 24]",
+        ],
+        "test",
+    )
     initialize_random(tmp_path / "deep", deep, dtype=torch.float32)
     script = """
 import resource, sys
@@ -263,7 +272,7 @@ print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 
 
 def test_odd_feed_forward_sizes_are_aligned_in_memory_and_stored_as_configured(folder):
-    """The vision towers of the tests have 100 intermediate channels, as real ones have 3420: neither is a multiple of 8."""
+    """The vision towers of the tests have 100 intermediate channels, real ones 3420: neither is a multiple of 8."""
     model = load_model(folder, device="cpu", dtype="fp32").train()
     mlp = model.vision.blocks[0].mlp
     assert mlp.gate_proj.weight.shape[0] == mlp.down_proj.weight.shape[1] == 104

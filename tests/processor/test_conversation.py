@@ -19,7 +19,25 @@ from saccade.processor.tokenizer import Tokenizer
 
 repeatable = settings(deadline=None, derandomize=True)
 NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|", "|>", "im_end", "<", ">", "|", "\n", " ", "é", "🙂", "\ufdd0", "\ufdd1", "assistant"]  # fmt: skip
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|",
+    "|>",
+    "im_end",
+    "<",
+    ">",
+    "|",
+    "\n",
+    " ",
+    "é",
+    "🙂",
+    "\ufdd0",
+    "\ufdd1",
+    "assistant",
+]
 tricky_text = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=10).map("".join)
 PICTURE = Image.new("RGB", (56, 56), "crimson")
 
@@ -77,7 +95,8 @@ def with_template(processor, source):
 # ------------------------------------------------------------------ many turns
 
 MISTRAL = (
-    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}"
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('no') }}{% endif %}"
     "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %} "
     "{{ message.content }}<|im_end|>{% endif %}"
     "{% endfor %}"
@@ -206,7 +225,7 @@ def test_a_tokenizer_with_merges_keeps_the_wall_too(merging_tokenizer, text):
     )
 
 
-def test_a_control_token_of_one_character_is_behind_the_wall_too(checkpoint):
+def test_text_never_becomes_a_control_token_of_one_character(checkpoint):
     described = json.loads((checkpoint / "tokenizer.json").read_text())
     described["added_tokens"].append(described["added_tokens"][0] | {"id": 263, "content": "§"})
     tokenizer = Tokenizer(described)
@@ -380,7 +399,7 @@ def test_no_token_of_a_prompt_is_trained_on(processor):
 
 
 def test_an_image_in_the_assistants_turn_is_not_learned(processor):
-    """There is no such token to predict: the placeholder is replaced by image features."""
+    """A placeholder is not a token to predict: image features replace it."""
     try:
         inputs = processor.preprocess([user("draw"), assistant([image_part(), text_part("here")])])
     except RequestError:
@@ -397,7 +416,7 @@ def test_the_prompt_of_each_turn_is_a_prefix_of_the_training_row(processor, answ
         prompt = processor.preprocess(messages[:number], add_generation_prompt=True)
         assert torch.equal(training.token_ids[: prompt.num_tokens], prompt.token_ids)
         assert torch.equal(training.positions[:, : prompt.num_tokens], prompt.positions)
-        assert training.loss_mask[prompt.num_tokens], "the first token behind the prompt is the first to be learned"
+        assert training.loss_mask[prompt.num_tokens], "the first token after the prompt is the first to be learned"
 
 
 @pytest.mark.parametrize("answer", ["\n\nwell", " the quick", "fox", "", "\n", "<|im_end|>"])
@@ -418,7 +437,7 @@ def test_the_prompt_is_a_prefix_also_where_tokens_merge_over_the_border(merging_
     assert training[: len(prompt)] == prompt
 
 
-FORGETFUL = (  # keeps only the last answer, as templates do that drop earlier reasoning
+FORGETFUL = (  # keeps only the last answer, like templates that drop earlier reasoning
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if loop.last or message.role != 'assistant' %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -428,7 +447,10 @@ FORGETFUL = (  # keeps only the last answer, as templates do that drop earlier r
 def test_a_template_that_rewrites_history_is_refused_for_training(processor):
     forgetful = with_template(processor, FORGETFUL)
     messages = [user("one"), assistant("1"), user("two"), assistant("2")]
-    with pytest.raises(RequestError, match=r"messages\[1\]: the chat template rewrites earlier turns, .* End the conversation at this turn"):  # fmt: skip
+    with pytest.raises(
+        RequestError,
+        match=r"messages\[1\]: the chat template rewrites earlier turns, .* End the conversation at this turn",
+    ):
         forgetful.preprocess(messages)
     assert trained_text(processor, forgetful.preprocess(messages[:2])) == "1<|im_end|>"
     assert forgetful.preprocess(messages[:3], add_generation_prompt=True).num_tokens > 0
@@ -468,7 +490,10 @@ def test_a_template_that_reaches_out_or_changes_messages_is_an_error(processor, 
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ messages[0].content.index('z') }}", "{{ 'a' ~ ('b' + 1) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
+    [
+        "{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{{ messages[0].content.index('z') }}", "{{ 'a' ~ ('b' + 1) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
 )  # fmt: skip
 def test_a_template_that_breaks_is_an_error_that_says_so(processor, source):
     with pytest.raises(UserError, match="chat template"):
@@ -554,7 +579,10 @@ def test_older_files_of_the_template_are_read(tmp_path):
         ([user("a") | {3: 4}], "messages[0]: unknown key 3"),
         ([{"role": "robot", "content": "a"}], "messages[0].role is 'robot'. Use one of system, user, assistant, tool"),
         ([{"role": "tool", "content": "a", "name": 3}], "messages[0].name must be a string"),
-        ([{"role": "assistant", "content": "", "tool_calls": []}], "messages[0].tool_calls is []; use a list of 1 to 128 calls"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": []}],
+            "messages[0].tool_calls is []; use a list of 1 to 128 calls",
+        ),
         ([{"role": ["user"], "content": "a"}], "messages[0].role is ['user']"),
         ([user(None)], "messages[0].content is NoneType, not text or a list of parts"),
         ([user(b"bytes")], "messages[0].content is bytes, not text or a list of parts"),
@@ -574,10 +602,19 @@ def test_older_files_of_the_template_are_read(tmp_path):
         ([user([{"type": "image_url"}])], "messages[0].content[0].image_url: image placeholder without an image"),
         ([user([{"type": "image_url", "image_url": {}}])], "messages[0].content[0].image_url: image placeholder"),
         ([user([{"type": "image_url", "image_url": {"url": ""}}])], "messages[0].content[0].image_url: image"),
-        ([user("a"), user([text_part("b"), {"type": "video"}])], "messages[1].content[1].video: video placeholder without frames"),
+        (
+            [user("a"), user([text_part("b"), {"type": "video"}])],
+            "messages[1].content[1].video: video placeholder without frames",
+        ),
         ([user([{"type": "video", "video": []}])], "messages[0].content[0].video: video placeholder without frames"),
-        ([user([{"type": "video", "video": 5}])], "messages[0].content[0].video is int. Use a video file (path, bytes, data URL)"),
-        ([user([{"type": "image", "image": np.zeros((4, 4, 3))}])], "messages[0].content[0].image: an image array is float64 [4, 4, 3]; use uint8"),
+        (
+            [user([{"type": "video", "video": 5}])],
+            "messages[0].content[0].video is int. Use a video file (path, bytes, data URL)",
+        ),
+        (
+            [user([{"type": "image", "image": np.zeros((4, 4, 3))}])],
+            "messages[0].content[0].image: an image array is float64 [4, 4, 3]; use uint8",
+        ),
         ([user([{"type": "image", "image": np.zeros((4, 4, 2), np.uint8)}])], "an image array is uint8 [4, 4, 2]"),
         ([user([{"type": "image", "image": np.zeros((0, 4, 3), np.uint8)}])], "an image array is uint8 [0, 4, 3]"),
         *(
@@ -596,8 +633,10 @@ def test_malformed_messages_are_refused_with_their_path(processor, messages, wor
 # ------------------------------------------------------------------ keys that a template reads
 
 THINKING = (
-    "{%- macro why(message) %}{% if 'thought' in message %}<think>{{ message['thought'] }}</think>{% endif %}{% endmacro %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ why(message) }}{{ message.get('tags', [])|tojson }}"
+    "{%- macro why(message) %}{% if 'thought' in message %}<think>{{ message['thought'] }}</think>{% endif %}{% "
+    "endmacro %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ why(message) }}{{ message.get('tags', "
+    "[])|tojson }}"
     "{% for call in message.tool_calls %}{{ call.index }}{{ call.function.note|tojson }}{% endfor %}"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
 )
@@ -618,7 +657,10 @@ def test_keys_that_the_template_reads_are_part_of_the_prompt_and_others_are_refu
     for wrong, words in [
         (said | {"weight": 1}, "messages[0]: unknown key weight"),
         (said | {"tool_calls": [call | {"weight": 1}]}, "messages[0].tool_calls[0]: unknown key weight"),
-        (said | {"tool_calls": [{"function": call["function"] | {"weight": 1}}]}, "tool_calls[0].function: unknown key weight"),
+        (
+            said | {"tool_calls": [{"function": call["function"] | {"weight": 1}}]},
+            "tool_calls[0].function: unknown key weight",
+        ),
         (user("x") | {"tool_calls": [call]}, "messages[0]: unknown key tool_calls"),
         (said | {"thought": "x" * 300_000}, "messages[0] has 300"),
         (said | {"tags": object()}, "messages[0] is not JSON"),

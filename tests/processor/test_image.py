@@ -1,4 +1,4 @@
-"""From bytes to patches: equal to Hugging Face and Pillow where they agree with us, an ImageError for everything else."""
+"""From bytes to patches: results of Hugging Face and Pillow for accepted images, an ImageError for all others."""
 
 import base64
 import io
@@ -50,7 +50,7 @@ def png_chunk(name, body):
 
 
 def png_header(width, height):
-    """A PNG that states a size and brings not one pixel."""
+    """A PNG that states a size and has no pixels."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")
 
@@ -64,7 +64,7 @@ def tiff_header(width, height, tags=None):
 
 
 def gif(screen, frame):
-    """A GIF with one frame of a size of its own."""
+    """A GIF whose frame has another size."""
     head = b"GIF89a" + struct.pack("<HH", *screen) + b"\x80\0\0" + b"\0" * 6
     return head + b"," + struct.pack("<HHHH", 0, 0, *frame) + b"\0" + b"\x02\x02\x44\x01\0;"
 
@@ -437,7 +437,7 @@ def test_a_much_too_large_data_url_is_refused_before_it_is_decoded():
 
 
 def test_a_bomb_is_refused_on_its_header():
-    """There is nothing behind the header: whoever decodes it says so instead."""
+    """The file ends after the header: decoding it would raise another error."""
     with pytest.raises(ImageError, match=r"60000x60000 pixels; the longest side may be 16384"):
         load_image(png_header(60000, 60000), LIMITS)
     with pytest.raises(ImageError, match=r"16000x16000 = 256000000 pixels, over the limit of 64000000"):
@@ -694,7 +694,7 @@ def test_flipped_bits_raise_an_image_error_or_nothing(victim):
     for _ in range(400):
         data = bytearray(victim)
         for _ in range(dice.choice([1, 1, 2, 8])):
-            reach = len(data) if dice.random() < 0.4 else min(len(data), 100)  # headers are where it hurts
+            reach = len(data) if dice.random() < 0.4 else min(len(data), 100)  # most faults are in headers
             data[dice.randrange(reach)] ^= 1 << dice.randrange(8)
         try:
             assert load_image(bytes(data), LIMITS).shape[2] == 3

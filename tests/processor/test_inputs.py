@@ -193,7 +193,7 @@ def test_limits_are_obeyed(copy):
 
 
 def test_a_request_is_limited_as_a_whole(copy):
-    """Frames, bytes and pixels are added up over all images and videos, before anything is decoded."""
+    """Frames, bytes and pixels of all images and videos are summed before anything is decoded."""
     limits = MediaLimits(max_frames=5, max_request_pixels=4 * 56 * 56, max_request_bytes=9000)
     strict = Processor.load(copy, limits=limits)
     assert strict.preprocess(ask(video(3, 56, 56), image(56, 56))).num_tokens
@@ -210,7 +210,7 @@ def test_a_request_is_limited_as_a_whole(copy):
 
 
 def test_pixels_of_a_request_are_counted_before_they_are_decoded(copy):
-    """A header that promises too much is refused although there is nothing behind it."""
+    """A header with too large a size is refused although the file ends after it."""
     encoded = io.BytesIO()
     picture(56, 56).save(encoded, "PNG")
     header = encoded.getvalue()[:60]
@@ -241,7 +241,10 @@ def test_a_text_models_folder_is_refused_with_the_way_out(copy):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "5", "\xff"])
-@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "preprocessor_config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"],
+)
 def test_a_damaged_file_is_named(copy, name, content):
     (copy / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
@@ -256,7 +259,10 @@ def test_a_template_that_is_not_utf8_is_named(copy):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"do_resize": False}, {"do_normalize": False}, {"do_normalize": None}, {"do_rescale": False}, {"resample": 2}, {"rescale_factor": 0.5}],
+    [
+        {"do_resize": False}, {"do_normalize": False}, {"do_normalize": None}, {"do_rescale": False},
+        {"resample": 2}, {"rescale_factor": 0.5},
+    ],
     ids=str,
 )  # fmt: skip
 def test_pixel_settings_we_do_not_follow_are_refused_by_name(copy, changes):
@@ -268,7 +274,10 @@ def test_pixel_settings_we_do_not_follow_are_refused_by_name(copy, changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"patch_size": "14"}, {"patch_size": 0}, {"image_mean": 0.5}, {"image_mean": [0.5]}, {"image_std": [1, 0, 1]}, {"rescale_factor": "1"}],
+    [
+        {"patch_size": "14"}, {"patch_size": 0}, {"image_mean": 0.5}, {"image_mean": [0.5]},
+        {"image_std": [1, 0, 1]}, {"rescale_factor": "1"},
+    ],
     ids=str,
 )  # fmt: skip
 def test_pixel_settings_that_make_no_sense_are_refused(copy, changes):
@@ -282,10 +291,16 @@ def test_pixel_settings_that_make_no_sense_are_refused(copy, changes):
     [
         ("config.json", {"model_type": []}, r"model_type '\[\]' is not a supported"),
         ("config.json", {"vision_config": 3}, "vision_config is 3, not an object"),
-        ("config.json", {"vision_config": {"tokens_per_second": "x"}}, "tokens_per_second is 'x', not a number above 0"),
+        (
+            "config.json", {"vision_config": {"tokens_per_second": "x"}},
+            "tokens_per_second is 'x', not a number above 0",
+        ),
         ("config.json", {"image_token_id": 7}, "the image token of .* 7, is no control token of tokenizer.json"),
         ("preprocessor_config.json", {"image_mean": None}, "image_mean is None, not three numbers"),
-        ("preprocessor_config.json", {"patch_size": 16}, "patch_size is 16 in preprocessor_config.json, 14 in config.json"),
+        (
+            "preprocessor_config.json", {"patch_size": 16},
+            "patch_size is 16 in preprocessor_config.json, 14 in config.json",
+        ),
         ("processor_config.json", {"video_processor": [1]}, r"video_processor is \[1\], not an object"),
     ],
 )  # fmt: skip

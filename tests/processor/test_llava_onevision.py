@@ -1,4 +1,4 @@
-"""Images and videos of LLaVA-OneVision: their company, the layouts of their files, and the tokens that are learned."""
+"""Images and videos of LLaVA-OneVision: several in a conversation, the layouts of files, and the tokens in the loss."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_a_final_answer_is_continued_as_past_turns_are_written(processor, spelle
 
 
 def test_images_and_videos_of_a_message_are_matched_with_the_placeholders_that_the_template_writes(processor, folder):
-    """It writes images before videos, whatever their order."""
+    """The template writes images before videos in any order of the parts."""
     video = {"type": "video", "video": [picture(50, 40, seed) for seed in range(3)]}
     image = {"type": "image", "image": picture(33, 80)}
     first, second = (
@@ -109,9 +109,15 @@ def change(folder, file, **fields):
         ("config.json", {"image_grid_pinpoints": [[30, 30]]}, "image_grid_pinpoints is .* in preprocessor_config.json"),
         ("processor_config.json", {"vision_aspect_ratio": "anyres_max_3"}, "vision_aspect_ratio is 'anyres_max_3'"),
         ("processor_config.json", {"num_image_tokens": 25}, "num_image_tokens is 25 .* 16 in config.json"),
-        ("processor_config.json", {"size": {"height": 44, "width": 44}}, "size is 44 in preprocessor_config.json, image_size 30"),
+        (
+            "processor_config.json", {"size": {"height": 44, "width": 44}},
+            "size is 44 in preprocessor_config.json, image_size 30",
+        ),
         ("processor_config.json", {"size": {"height": 44, "width": 30}}, "only one square"),
-        ("processor_config.json", {"size": {"height": 30, "width": 30}, "crop_size": {"height": 28, "width": 28}}, "only one square"),
+        (
+            "processor_config.json",
+            {"size": {"height": 30, "width": 30}, "crop_size": {"height": 28, "width": 28}}, "only one square",
+        ),
         ("processor_config.json", {"video_processor": {"image_mean": [0.1, 0.1, 0.1]}}, "different image_mean"),
         ("processor_config.json", {"video_processor": {"size": {"height": 60}}}, "frames of videos have the size"),
     ],

@@ -1,4 +1,4 @@
-"""Lengths without pixels equal those of the row itself; patches written into given memory equal those of their own."""
+"""Lengths measured without pixels equal those of the row; patches in given memory equal those in new memory."""
 
 import json
 import shutil

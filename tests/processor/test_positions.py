@@ -50,7 +50,7 @@ def test_a_videos_frame_pairs_lie_a_time_step_apart():
     assert positions[2, 1:7].tolist() == [1, 2] * 3
 
 
-def test_text_behind_a_video_starts_at_the_largest_position_of_any_axis_plus_one():
+def test_text_after_a_video_starts_at_the_largest_position_of_any_axis_plus_one():
     """The published example: 3 frame pairs, 25 tokens a second, 1 frame a second."""
     positions = mrope_positions([VisionSpan(3, 2, 2, time_step=50.0), TextSpan(2)])
     assert positions[0].tolist() == [0] * 4 + [50] * 4 + [100] * 4 + [101, 102]
@@ -80,7 +80,7 @@ video_spans = st.builds(
 
 
 def published_rule(spans):
-    """Token by token, as the model's authors count: each span starts at the largest position so far, of any axis, plus one."""
+    """Count token by token, as the model's authors do: a span starts at the largest position so far plus one."""
     tokens, start = [], 0
     for span in spans:
         if isinstance(span, TextSpan):
@@ -106,8 +106,15 @@ def test_positions_follow_the_published_rule_for_any_mixture_of_text_images_and_
 @pytest.fixture(scope="module")
 def reference():
     config = Qwen2_5_VLConfig(
-        text_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
-        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 16, "spatial_merge_size": MERGE},
+        text_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "num_key_value_heads": 1, "vocab_size": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 16,
+            "spatial_merge_size": MERGE,
+        },
     )  # fmt: skip
     with torch.device("meta"):
         return Qwen2_5_VLModel(config)

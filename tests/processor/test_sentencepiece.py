@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: where a space is written before text, `<s>`, and texts that are encoded as one."""
+"""SentencePiece tokenizers: spaces before text, `<s>`, and texts that are encoded as one."""
 
 import json
 
@@ -111,13 +111,19 @@ def text_of(prompt, *, in_loss=False):
 @pytest.mark.parametrize(
     ("template", "whole", "learned", "opened"),
     [
-        (VICUNA, "USER: one two ASSISTANT: Blue. USER: And? ASSISTANT: Green ", " Blue.  Green ", "USER: And? ASSISTANT: Green"),
-        (MISTRAL, "[INST] onetwo [/INST] Blue.</s>[INST] And? [/INST] Green</s>", " Blue.</s> Green</s>", "[INST] And? [/INST] Green"),
+        (
+            VICUNA, "USER: one two ASSISTANT: Blue. USER: And? ASSISTANT: Green ", " Blue.  Green ",
+            "USER: And? ASSISTANT: Green",
+        ),
+        (
+            MISTRAL, "[INST] onetwo [/INST] Blue.</s>[INST] And? [/INST] Green</s>", " Blue.</s> Green</s>",
+            "[INST] And? [/INST] Green",
+        ),
     ],
     ids=["vicuna", "mistral"],
 )  # fmt: skip
 def test_templates_for_part_lists_get_them(both, template, whole, learned, opened):
-    """Strings would vanish; texts of one message stay apart."""
+    """Strings would vanish; texts of one message stay separate."""
     ours, chat = both[0], ChatTemplate(template)
     assert chat.takes_parts
     prompt = render_prompt(MESSAGES, chat, ours, add_generation_prompt=False)
@@ -128,9 +134,12 @@ def test_templates_for_part_lists_get_them(both, template, whole, learned, opene
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(ids=st.lists(st.integers(3, 368) | st.sampled_from([3 + 0xE2, 3 + 0x96, 3 + 0x81, 3 + 0x19, 259]), max_size=24), size=st.integers(1, 3))  # fmt: skip
+@given(
+    ids=st.lists(st.integers(3, 368) | st.sampled_from([3 + 0xE2, 3 + 0x96, 3 + 0x81, 3 + 0x19, 259]), max_size=24),
+    size=st.integers(1, 3),
+)
 def test_streamed_bytes_are_those_decoded_at_once(both, ids, size):
-    """Also where they are no characters."""
+    """The bytes need not form characters."""
     ours, _ = both
     stream = TextStream(ours.decode)
     parts = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)]

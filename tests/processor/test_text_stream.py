@@ -49,7 +49,13 @@ def test_streamed_equals_not_streamed_for_any_text_and_any_split(processor, merg
 
 
 @settings(repeatable, max_examples=300)
-@given(data=st.binary(max_size=40) | st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x99\x82", b"a", b"\xff", "é".encode()]), max_size=16).map(b"".join), sizes=cuts)  # fmt: skip
+@given(
+    data=st.binary(max_size=40)
+    | st.lists(
+        st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x99\x82", b"a", b"\xff", "é".encode()]), max_size=16
+    ).map(b"".join),
+    sizes=cuts,
+)
 def test_streamed_equals_not_streamed_for_bytes_that_are_not_utf8(processor, data, sizes):
     ids = byte_ids(processor, data)
     parts, rest = streamed(processor.decode, ids, sizes)
@@ -100,7 +106,7 @@ def test_an_empty_stream_is_empty(processor):
 @settings(repeatable, max_examples=100)
 @given(text=st.text(alphabet="ab é日", min_size=1, max_size=15).map(str.strip), sizes=cuts)
 def test_a_decoder_that_treats_the_first_token_differently_streams_the_same(text, sizes):
-    """As Llama's: a leading space that is stripped, characters outside the vocabulary as `<0xE6>` bytes."""
+    """A tokenizer like Llama's strips a leading space and has bytes `<0xE6>` for characters without a token."""
     pieces = ["<unk>", "\u2581", "a", "b", *(f"<0x{value:02X}>" for value in range(256))]
     model = models.BPE(
         {piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True
@@ -116,7 +122,7 @@ def test_a_decoder_that_treats_the_first_token_differently_streams_the_same(text
 
 
 def test_endless_broken_text_costs_the_same_per_token():
-    """A lone byte again and again never becomes a character; it must not be decoded from its beginning at every token."""
+    """A repeated lone byte never becomes a character; its text must not be decoded again from the beginning."""
     num_decoded = 0
 
     def decode(ids):

@@ -1,4 +1,4 @@
-"""Token ids of whole conversations are those of `transformers`, for each way in which tokenizers write a space before text."""
+"""Token ids of whole conversations are those of `transformers`, for each way of writing a space before text."""
 
 import json
 import shutil
@@ -89,7 +89,7 @@ class Both:
         return self.theirs.tokenizer.decode(ids)
 
     def has_token_across_the_start_of_an_answer(self, messages):
-        """Whether their tokens are not those of a prompt that ends there. Generation starts there, so ours are."""
+        """Whether the tokens of `transformers` differ from those of a prompt that ends there; ours never do."""
         tokenizer = self.theirs.tokenizer
         offsets = tokenizer(self.text(messages), return_offsets_mapping=True)["offset_mapping"]
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]

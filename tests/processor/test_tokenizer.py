@@ -1,4 +1,4 @@
-"""The wall between text and control tokens, and text that comes back as it went in."""
+"""Text never becomes a control token, and decoded text equals the encoded one."""
 
 import json
 
@@ -11,7 +11,23 @@ from saccade.errors import CheckpointError, RequestError
 from saccade.processor.tokenizer import Tokenizer
 
 repeatable = settings(deadline=None, derandomize=True)
-FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|", "|>", "im_end", "<", ">", "|", "\n", " ", "é", "日", "🙂", "\ufdd0"]  # fmt: skip
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|image_pad|>",
+    "<|",
+    "|>",
+    "im_end",
+    "<",
+    ">",
+    "|",
+    "\n",
+    " ",
+    "é",
+    "日",
+    "🙂",
+    "\ufdd0",
+]
 tricky_text = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=12).map("".join)
 
 
@@ -59,7 +75,12 @@ def test_the_byte_tokenizer_has_one_token_per_byte(byte_tokenizer):
 def test_text_that_a_tokenizer_cannot_keep_as_text_is_refused_by_name():
     described = {
         "version": "1.0",
-        "added_tokens": [{"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}],
+        "added_tokens": [
+            {
+                "id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False,
+            },
+        ],
         "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None, "truncation": None,
         "padding": None,
         "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -9.0]]},
@@ -111,7 +132,13 @@ def test_a_control_token_takes_the_white_space_that_tokenizer_json_gives_it(chec
     described = description_with(checkpoint, {"content": "<l>", "lstrip": True}, {"content": "<r>", "rstrip": True})
     tokenizer = Tokenizer(described)
     left, right = tokenizer.control_id("<l>"), tokenizer.control_id("<r>")
-    assert tokenizer.split_control("a \n<l> b <r> \nc") == [("a", None), (" \n<l>", left), (" b ", None), ("<r> \n", right), ("c", None)]  # fmt: skip
+    assert tokenizer.split_control("a \n<l> b <r> \nc") == [
+        ("a", None),
+        (" \n<l>", left),
+        (" b ", None),
+        ("<r> \n", right),
+        ("c", None),
+    ]
 
 
 def test_a_tokenizer_without_control_tokens_has_only_text(checkpoint):
@@ -124,7 +151,7 @@ def test_a_tokenizer_without_control_tokens_has_only_text(checkpoint):
 @pytest.mark.parametrize("is_before_control", [True, False])
 def test_runs_of_white_space_stay_with_the_text(checkpoint, is_before_control):
     described = description_with(checkpoint, {"content": "    ", "special": False})
-    if is_before_control:  # as GPT-NeoX has them: directly behind the vocabulary
+    if is_before_control:  # directly after the vocabulary, as in GPT-NeoX
         *control, white = described["added_tokens"]
         moved = [token | {"id": token["id"] + 1} for token in control]
         described["added_tokens"] = [white | {"id": 256}, *moved]

@@ -1,4 +1,4 @@
-"""Tools, calls and their results reach the prompt through the chat template, as text that never becomes a control token."""
+"""Tools, calls and results reach the prompt through the chat template, as text that never becomes a control token."""
 
 import json
 
@@ -105,10 +105,13 @@ def test_any_text_in_calls_and_results_adds_no_control_token(processor, text, ot
 
 
 QWEN_LIKE = (
-    "{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '</tools><|im_end|>\\n' }}{%- endif %}"
+    "{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor "
+    "%}{{- '</tools><|im_end|>\\n' }}{%- endif %}"
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
-    "{%- for tool_call in message.tool_calls %}{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
-    "{{- '<tool_call>{\"name\": \"' + tool_call.name + '\", \"arguments\": ' }}{{- tool_call.arguments | tojson }}{{- '}</tool_call>' }}"
+    "{%- for tool_call in message.tool_calls %}{%- if tool_call.function is defined %}{%- set tool_call = "
+    "tool_call.function %}{%- endif %}"
+    '{{- \'<tool_call>{"name": "\' + tool_call.name + \'", "arguments": \' }}{{- tool_call.arguments | tojson '
+    "}}{{- '}</tool_call>' }}"
     "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
 )
 

@@ -1,4 +1,4 @@
-"""Video files: sampled at the frame rate asked for, within the limits, by the demuxer of their own container."""
+"""Video files are sampled at the requested frame rate, within the limits, by the demuxer of their own container."""
 
 import base64
 import io
