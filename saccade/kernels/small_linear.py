@@ -10,7 +10,7 @@ Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs,
 x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused
 layers: s, the normalised row before and after its weight, gate and up are rounded to x's dtype; norm, activation and
 every sum are fp32; out is rounded once, after bias or activation. Forward only: with gradients, for more tokens, or
-with a prepacked weight, `rms_norm`, `linear` and `gated_linear` are used.
+with a prepacked weight, `rms_norm`, `linear` and `swiglu` are used.
 
 Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in
 tiles of BLOCK_K. Every program computes the normalised rows itself: T * D elements from the cache, and two barriers,
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
-from saccade.kernels.gated_linear import gated_linear
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.linear import linear
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -406,7 +405,7 @@ def norm_gated_linear(
         out_TN, total_TD = norm_linear(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
         return swiglu(*out_TN.chunk(2, dim=1)), total_TD
     normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
-    return gated_linear(normalized_TD, weight_ND, bias_N), total_TD
+    return swiglu(*linear(normalized_TD, weight_ND, bias_N).chunk(2, dim=-1)), total_TD
 
 
 def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
