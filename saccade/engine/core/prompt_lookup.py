@@ -29,13 +29,13 @@ from saccade.engine.core.request_state import RequestState
 from saccade.engine.request import ImageSpan
 
 START_RATE = 0.5
-"""Fraction of recent tokens predicted at which a request starts drafting, unless token costs are known."""
+"""Fraction of recent tokens predicted at which a request starts drafting, if token costs are unknown."""
 _HYSTERESIS = 0.1
 """The rate at which a request stops drafting is lower by this."""
 _MIN_START_RATE, _MAX_START_RATE = 0.3, 0.9
 WEIGHT, WEIGHT_ON_CPU = 0.1, 0.2
-"""Weight of the newest token in the rate. On a CPU it is higher because a wrong start costs little: steps do not overlap
-there."""
+"""Weight of the newest token in the rate. On a CPU it is higher because a wrong start costs little: steps do not
+overlap there."""
 _TOKENS_AT_ONCE = 4096
 """Maximum tokens indexed per call, which takes about 3 ms. A longer prompt takes several calls."""
 _MAX_TOKENS = 32768

@@ -1,8 +1,9 @@
 """CUDA graphs of forward passes by size: one launch instead of hundreds.
 
-A step is rounded up to one of a declared set of sizes (`core/step_sizes.py`), all of which are captured before the engine reports ready;
-capturing takes about 25 ms each for a whole model. A size outside the set (drafts of more requests than usual, say) is captured when it
-first occurs, which delays that step and is counted. A fixed number of late captures is kept: the least recently used is dropped.
+A step is rounded up to one of a declared set of sizes (`core/step_sizes.py`), all of which are captured before the
+engine reports ready; each capture takes about 25 ms for a whole model. A size outside the set (drafts of many
+requests, for example) is captured when it first occurs, which delays that step and is counted. A fixed number of late
+captures is kept; the least recently used one is dropped.
 """
 
 from __future__ import annotations
@@ -20,36 +21,38 @@ from saccade.log import log_once
 logger = logging.getLogger(__name__)
 
 _MAX_LATE_GRAPHS = 64
-"""Graphs captured after start."""
+"""Maximum number of graphs captured while serving."""
 
 Size = TypeVar("Size", bound=Hashable)
 
 
 class _Captured(NamedTuple):
     graphs: list[torch.cuda.CUDAGraph]
-    """One for each part, in order."""
+    """One graph for each part, in order."""
     out: Tensor
 
 
 class CudaGraphs(Generic[Size]):
-    """CUDA graphs of one forward function, by size. All run on one stream and share their memory."""
+    """CUDA graphs of one forward function, by size. All run on one stream and share one memory pool."""
 
     def __init__(self, forward: Callable[[Size], Iterator[Tensor | None]]) -> None:
-        """`forward` queues the work of a size on the current stream, in one or several parts: it yields None after each part, and its
-        output after the last. Each part is a CUDA graph."""
+        """`forward` queues the work of a size on the current stream, in one or several parts.
+
+        It yields None after each part but the last, and the output after the last. Each part is one CUDA graph.
+        """
         self._forward = forward
         self._declared: dict[Size, _Captured] = {}
         self._late: OrderedDict[Size, _Captured] = OrderedDict()
         self._failed: set[Size] = set()
         self._pool: Any = None
         self.num_late_captures = 0
-        """Sizes captured while serving."""
+        """Number of sizes captured while serving."""
         self.num_eager_runs = 0
-        """Runs of sizes that could not be captured."""
+        """Number of runs of sizes that could not be captured."""
 
     @property
     def num_captured(self) -> int:
-        """Sizes captured so far."""
+        """Number of sizes captured so far."""
         return len(self._declared) + len(self._late)
 
     def capture(self, size: Size) -> None:
@@ -59,11 +62,11 @@ class CudaGraphs(Generic[Size]):
             self._declared[size] = captured
 
     def run(self, size: Size) -> Tensor:
-        """Run the forward on the contents of its input buffers. The output is overwritten by the next run."""
+        """Run `forward` on the contents of its input buffers. The next run overwrites the output."""
         return _last(self.run_parts(size))
 
     def run_parts(self, size: Size) -> Iterator[Tensor | None]:
-        """Run a part of the forward for each item that is asked for, see `__init__`. No other size may run between the parts of one."""
+        """Run a part for each item that is consumed; see `__init__`. No other size may run between the parts of one."""
         captured = self._declared.get(size) or self._find_late(size)
         if captured is None:
             self.num_eager_runs += 1
@@ -81,7 +84,7 @@ class CudaGraphs(Generic[Size]):
             return self._late[size]
         if size in self._failed:
             return None
-        _last(self._forward(size))  # compiles its kernels; the graph computes the same again
+        _last(self._forward(size))  # compiles its kernels; the graph then computes the same
         captured = self._try_capture(size)
         if captured is not None:
             self.num_late_captures += 1
@@ -95,13 +98,13 @@ class CudaGraphs(Generic[Size]):
         return captured
 
     def _try_capture(self, size: Size) -> _Captured | None:
-        """None: the capture failed (out of memory, say), and the size runs eagerly from then on."""
+        """Capture a size. None: it failed (out of memory, for example), and the size runs eagerly from now on."""
         try:
             return self._capture(size)
         except RuntimeError as error:
             logger.debug("CUDA graph capture of %s failed, it is tried again after an eager run: %r", size, error)
         try:
-            self._pool = None  # the failed capture may not have left it
+            self._pool = None  # the failed capture may still use it
             _last(self._forward(size))  # compiles kernels, which cannot be done in a capture
             return self._capture(size)
         except RuntimeError as error:
@@ -124,7 +127,7 @@ class CudaGraphs(Generic[Size]):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # Not torch's context manager: it collects garbage, empties the memory cache and synchronizes.
+        # Torch's context manager would collect garbage, empty the memory cache and synchronize.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 

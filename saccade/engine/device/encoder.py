@@ -1,12 +1,14 @@
 """The vision encoder on the device: passes over several images, in parts.
 
-    round up to a patch budget -> layout -> fill host memory -> copy, patchify -> run parts of the encoder as CUDA graphs
+    round up to a patch budget -> layout -> fill host memory -> copy, patchify -> run parts as CUDA graphs
 
-Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
-as CUDA graphs for fixed patch budgets, one graph for each part. Passes are filled up to the budget with *padding*: blank images,
-windowed and computed like any other, whose features are not read. Images attend only to themselves, so padding does not change their
-features. A pass that fits no budget runs eagerly, in parts as well. A still image comes with its frame once (`PromptImage.patches`),
-which is repeated on the device, or as it is, to be resized and patchified there.
+For an image or two, the encoder's 400 kernels take longer to launch than to run. So it is captured as CUDA graphs for
+fixed patch budgets, one graph for each part. A pass is filled up to its budget with *padding*: blank images that are
+computed like any other, but whose features are not read. Images attend only to themselves, so padding does not change
+their features. A pass that fits no budget runs eagerly, also in parts.
+
+A still image is uploaded either as the patches of one frame (`PromptImage.patches`), which are repeated on the device,
+or as a whole image, which is resized and patchified there.
 
 Legend: P patches, M image tokens (merged patches), F features of an image token.
 """
@@ -33,24 +35,26 @@ from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
 
 _SMALLEST_BUDGET = 64
-"""Tokens of the smallest budget. Smaller passes take as long."""
+"""Image tokens of the smallest budget. Smaller passes take equally long."""
 _SMALL_BUDGETS = 1280
-"""Up to so many tokens budgets are 32 apart, then 64. That is the largest image of most families."""
+"""Budgets up to this many tokens, the largest image of most families, are 32 tokens apart; larger ones 64."""
 _LARGEST_BUDGET = 2048
-"""Tokens of the largest budget (8192 patches when four are merged). Larger passes keep the GPU busy while the host launches the rest."""
+"""Image tokens of the largest budget (8192 patches if four are merged). Larger passes run eagerly: they take longer
+than their launch."""
 
 _ALIGNMENT = 16
-"""Images begin at multiples of so many bytes: Triton specializes kernels on alignment. The patches of a token have a multiple of it."""
+"""Images begin at multiples of this many bytes, because Triton specializes kernels on alignment. The patches of a token
+take a multiple of it."""
 
 _NUM_TIMED = 6
-"""Budgets that are timed at start; times of others are interpolated."""
+"""Number of budgets that are timed at start-up; times of others are interpolated."""
 
 _CPU_PATCHES = 2048
-"""Patches per forward pass on a CPU."""
+"""Maximum patches of a group of images on a CPU."""
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Patch budgets to capture, ascending. Padding takes as long as images do, so that budgets are close to each other."""
+    """Patch budgets to capture, ascending. Padding is computed like images, so budgets are close together."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
         tokens += 32 if tokens < _SMALL_BUDGETS else 64
@@ -64,7 +68,7 @@ class Encoder:
     def __init__(
         self, model: VLM, *, pixel_mean: Sequence[float], pixel_std: Sequence[float], budgets: Sequence[int] = ()
     ) -> None:
-        """`budgets`: see `patch_budgets`. Passes that fit one are padded to it, and captured on a GPU; others run eagerly."""
+        """`budgets`: see `patch_budgets`. Passes up to the largest are padded, and captured on a GPU; others run eagerly."""
         self._model, self._tower, self._config = model, model.vision, model.config.vision
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
         self.device, self.dtype = model.device, model.dtype
@@ -72,7 +76,7 @@ class Encoder:
         self._graphs: CudaGraphs[int] | None = None
         if budgets:
             num_ints = self._tower.budget_sizes(budgets[-1]).total
-            # A whole image has at most as many pixels as patches of two frames.
+            # A whole image has at most as many bytes as its patches with two frames.
             num_bytes = budgets[-1] * (self._config.patch_dim + _ALIGNMENT)
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
             self._pixels = torch.zeros(budgets[-1], self._config.patch_dim, dtype=torch.uint8, device=self.device)
@@ -81,12 +85,12 @@ class Encoder:
             if self.device.type == "cuda":
                 self._graphs = CudaGraphs(self._forward)
         self._pass: _Pass | None = None
-        self._times: tuple[list[int], list[float]] = [], []  # patches of some passes, and ms
+        self._times: tuple[list[int], list[float]] = [], []  # patches of the timed passes, and their ms
 
     def warm_up(self) -> None:
-        """Capture all budgets, on the current stream, compile what patchifies images, and time some budgets."""
+        """Capture all budgets on the current stream, compile the patchify kernels, and time some budgets."""
         if self._graphs is not None:
-            self.run_budget(self._budgets[0])  # torch makes its constants, which cannot be done in a capture
+            self.run_budget(self._budgets[0])  # torch creates its constants, which it cannot do in a capture
             for budget in self._budgets:
                 self._graphs.capture(budget)
             self._tower.warm_up(self.device)
@@ -106,33 +110,36 @@ class Encoder:
 
     @property
     def largest_budget(self) -> int | None:
-        """Patches of the largest pass that is captured. None: none is."""
+        """Patches of the largest captured pass. None: passes are not captured."""
         return self._budgets[-1] if self._budgets else None
 
     def pass_ms(self, num_patches: int) -> float:
-        """Time of a pass, as measured at start; larger passes take proportionally longer. 0: unknown, or the host waits for it."""
+        """Time of a pass in ms, interpolated from those measured at start-up. 0: unknown.
+
+        Larger passes take proportionally longer.
+        """
         patches, times = self._times
         if not patches or not num_patches:
             return 0.0
         return float(np.interp(num_patches, patches, times)) * max(1.0, num_patches / patches[-1])
 
     def run_largest(self) -> None:
-        """Run the largest budget on whatever is in the buffers, which compiles kernels."""
+        """Run a pass of the largest budget on the contents of the buffers, which compiles kernels."""
         if self._budgets:
             self.run_budget(self._budgets[-1])
 
     def run_budget(self, budget: int) -> None:
-        """Run a pass of this budget eagerly on whatever is in the buffers."""
+        """Run a pass of this budget eagerly on the contents of the buffers."""
         list(self._forward(budget))
 
     @property
     def num_captured(self) -> int:
-        """Budgets captured so far."""
+        """Number of budgets captured so far."""
         return 0 if self._graphs is None else self._graphs.num_captured
 
     @property
     def num_late_captures(self) -> int:
-        """Budgets captured while serving."""
+        """Number of budgets captured while serving."""
         return 0 if self._graphs is None else self._graphs.num_late_captures
 
     @torch.inference_mode()
@@ -145,9 +152,9 @@ class Encoder:
 
     @torch.inference_mode()
     def start(self, images: Sequence[PromptImage], num_parts: int = ENCODER_PARTS) -> None:
-        """Start a pass of so many parts: upload the images. A pass that was started before is given up.
+        """Upload the images of a pass and divide it into `num_parts` parts. A pass in progress is abandoned.
 
-        All work is queued on the current stream, which must always be the same one and not the default.
+        All work is queued on the current stream, which must always be the same one and not the default stream.
         """
         grids = [image.grid for image in images]
         num_patches = sum(image.span.num_patches for image in images)
@@ -164,8 +171,11 @@ class Encoder:
 
     @torch.inference_mode()
     def run(self, num_parts: int) -> Tensor | None:
-        """Run so many parts of the pass that was started. After the last one, returns the features [M, F] of all images, in order. Copy
-        them at once: the next pass may overwrite them."""
+        """Run `num_parts` parts of the pass in progress.
+
+        After the last part, returns the features [M, F] of all images, in order. Copy them at once: the next pass may
+        overwrite them.
+        """
         started = self._pass
         assert started is not None, "a pass was started"
         for features_MF in itertools.islice(started.parts, num_parts):
@@ -175,7 +185,7 @@ class Encoder:
         return None
 
     def _encode_eager(self, images: Sequence[PromptImage], num_parts: int) -> Iterator[Tensor | None]:
-        """Encode images in parts. On a CPU, several groups of them go through each part one after another."""
+        """Encode images in parts. On a CPU, each part runs over one small group of images after another."""
         groups = _groups(images) if self.device.type == "cpu" else [images]
         passes = [self._encode_group(group, num_parts) for group in groups]
         for features in zip(*passes, strict=True):
@@ -204,8 +214,10 @@ class Encoder:
         self._pixels[num_patches:budget].zero_()
 
     def _write_patches(self, images: Sequence[PromptImage], data: Tensor, patches: Tensor) -> None:
-        """Write the patches [P, patch_dim] of all images from their bytes (`_write_bytes`). The one frame of a still image is repeated; a
-        whole image is resized and patchified first."""
+        """Write the patches [P, patch_dim] of all images from their bytes (`_write_bytes`).
+
+        The one frame of a still image is repeated. A whole image is resized and patchified first.
+        """
         channels, depth, side = self._config.in_channels, self._config.temporal_patch_size, self._config.patch_size
         sizes, first = _sizes(images), 0
         for image, part in zip(images, torch.split(data[: sum(sizes)], sizes), strict=True):
@@ -218,28 +230,28 @@ class Encoder:
             first = end
 
     def _forward(self, budget: int) -> Iterator[Tensor | None]:
-        """Features of the contents of the device buffers, in parts. Capturable: its control flow depends on the budget only."""
+        """Encode the contents of the device buffers, in parts. Capturable: control flow depends only on the budget."""
         pixels = normalize_pixels(self._pixels[:budget], self._pixel_mean, self._pixel_std, self._model.dtype)
         inputs = self._tower.budget_sizes(budget).inputs(self._ints)
         yield from self._model.encode_in_parts(pixels, inputs, ENCODER_PARTS)
 
 
 class _Pass(NamedTuple):
-    """A pass that was started."""
+    """A pass in progress."""
 
     parts: Iterator[Tensor | None]
-    """Runs a part when its item is asked for. The last one is the features."""
+    """Runs a part when its item is consumed. The last item is the features; the others are None."""
     num_tokens: int
-    """Features that are not of padding."""
+    """Number of image tokens, without padding."""
 
 
 def _sizes(images: Sequence[PromptImage]) -> list[int]:
-    """Bytes of each image, aligned."""
+    """Bytes of each image, rounded up to `_ALIGNMENT`."""
     return [-(-image.patches.nbytes // _ALIGNMENT) * _ALIGNMENT for image in images]
 
 
 def _write_bytes(images: Sequence[PromptImage], out: NDArray[np.uint8]) -> None:
-    """Write the bytes of all images, one after another."""
+    """Write the bytes of all images to aligned offsets, one after another."""
     offset = 0
     for image, size in zip(images, _sizes(images), strict=True):
         out[offset : offset + image.patches.nbytes] = image.patches.reshape(-1)
@@ -247,7 +259,7 @@ def _write_bytes(images: Sequence[PromptImage], out: NDArray[np.uint8]) -> None:
 
 
 def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
-    """Groups of images small enough for activations to stay in the CPU's cache."""
+    """Divide images into groups whose activations fit into the CPU's cache."""
     group: list[PromptImage] = []
     num_patches = 0
     for image in images:
@@ -273,12 +285,12 @@ class _Staging:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until the last copy from this memory has completed. It usually has: the other buffer was copied after it."""
+        """Wait until the last copy from this memory is complete. Usually it is: the other buffer was copied later."""
         if self._sent is not None:
             self._sent.synchronize()
 
     def send(self, data: Tensor, ints: Tensor) -> None:
-        """Copy to the device as much as the two tensors hold."""
+        """Fill two device tensors from this memory."""
         data.copy_(self._bytes[: len(data)], non_blocking=True)
         ints.copy_(self._ints[: len(ints)], non_blocking=True)
         if self._sent is not None:

@@ -1,4 +1,4 @@
-"""What went wrong on the device: a failure of one request, or of the device itself."""
+"""Distinguish failures of one request from failures of the device itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_alive(device: torch.device) -> bool:
-    """Whether the device still works. After some errors (an illegal address) it does not, until the process ends."""
+    """Whether the device still works. After some errors (an illegal address) it fails until the process ends."""
     if device.type != "cuda":
         return True
     try:
@@ -31,7 +31,7 @@ def check_alive(device: torch.device, error: Exception) -> None:
 
 
 def failure_of(device: torch.device, stage: Stage, request_id: str, error: Exception) -> Failure:
-    """The message for the client; the exception itself goes to the log. DeviceError if no other request could run either."""
+    """The failure for the client; the exception is logged. DeviceError: no other request could run either."""
     check_alive(device, error)
     logger.warning("request %s failed while %s: %r", request_id, stage, error, exc_info=error)
     if isinstance(error, RequestError):

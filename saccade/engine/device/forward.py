@@ -1,4 +1,4 @@
-"""The forward pass of a step: chunks of requests in, logits out, as a CUDA graph where one is captured.
+"""The forward pass of a step: chunks of requests in, logits out. Runs as a CUDA graph if its size is captured.
 
     chunks -> step inputs, uploaded by one copy -> embed, decoder layers over the KV cache, head -> logits
 
@@ -39,19 +39,19 @@ from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.vlm import VLM
 
 _NUM_SMALL = 64
-"""Tokens up to which linear layers may use kernels of their own, which are compiled by an eager run before they are captured."""
+"""Steps with up to this many tokens may use special kernels of linear layers, which an eager run compiles first."""
 
 
 class Logits(NamedTuple):
-    """A forward pass in flight: logits of the samples of `chunks`, in order."""
+    """A forward pass in flight: the logits of all samples of `chunks`, in order."""
 
     chunks: Sequence[Chunk]
     logits: Tensor
     """[S, V]"""
     sampled_slots: Tensor
-    """[S]: see `StepInputs`."""
+    """[S] int32: see `StepInputs`."""
     hidden: Tensor | None = None
-    """[T, D]: normalized hidden states of all tokens, if the log-probabilities of a prompt are asked for."""
+    """[T, D]: normalized hidden states of all tokens. None unless prompt log-probabilities are requested."""
 
 
 class ForwardPass:
@@ -74,21 +74,21 @@ class ForwardPass:
             num_features=images.num_features,
         )
         self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self._device)
-        """[slots + 1]: the token sampled last in each slot; the last entry is written by samples that may be rejected."""
-        # All steps share one memory for logits, captured or not.
+        """[slots + 1]: the token sampled last in each slot. Samples that may be rejected write the last entry."""
+        # All steps, captured or not, write their logits here.
         vocab_size = model.config.language.vocab_size
         self.logits = torch.empty(self.max_samples, vocab_size, dtype=model.dtype, device=self._device)
-        # For each slot of a request: the slot of its adapter from 1, 0 for the base model.
+        # For each request slot: 1 + its adapter's slot, or 0 for the base model.
         self._adapter_of_slot = torch.zeros(config.max_requests, dtype=torch.int32, device=self._device)
         uses_graphs = config.cuda_graphs and self._device.type == "cuda"
         self.graphs = CudaGraphs(self.run_captured) if uses_graphs else None
         self.num_eager_steps = 0
-        """Steps that ran without a CUDA graph."""
+        """Number of steps that ran without a CUDA graph."""
 
     # -------------------------------------------------------------- slots
 
     def start_slots(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> None:
-        """Clear the page tables of requests that start, and append new pages."""
+        """Clear the page tables of slots that start, and append the new pages of all chunks."""
         for start in plan.started:
             self._builder.start_slot(start.slot, requests[start.request_id])
         if self._config.max_adapters and plan.started:
@@ -104,7 +104,7 @@ class ForwardPass:
     # -------------------------------------------------------------- run
 
     def run(self, chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs]) -> Logits:
-        """Launch the forward pass of chunks: decode requests first, then the others, see `step_inputs.py`."""
+        """Launch the forward pass of chunks, ordered as in `step_inputs.py`: decode requests first."""
         prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
         decode = chunks
         if prefill:
@@ -159,7 +159,7 @@ class ForwardPass:
         return Logits(ordered, logits_SV, inputs.sampled_slots, normed_TD)
 
     def run_captured(self, size: StepSize) -> Iterator[Tensor]:
-        """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
+        """Yields the logits of the step in the device buffer. Capturable: control flow depends only on the size."""
         is_decode = size.num_chunks == 0
         inputs = split(self._buffers.uploaded, _input_sizes(size))
         hidden = self._layers(
@@ -188,7 +188,7 @@ class ForwardPass:
         has_images: bool,
         has_adapters: bool = False,
     ) -> NormedSum:
-        """[S, D]: input of the head, at the given token indices (None: at all)."""
+        """Run embedding and decoder layers. Returns the head's input [S, D] at tokens `index_S`; None: at all."""
         model, language = self._model, self._model.config.language
         tokens = StepTokens(inputs.token_ids, inputs.last_token_slots, self.last_tokens)
         images = ImageRows(self._images.features, inputs.feature_index) if has_images else None
@@ -196,7 +196,7 @@ class ForwardPass:
         features: LayerFeatures | None = None
         if images is not None and model.config.vision.feature_sets > 1:
             _, later_LTD = model.split_features(self._images.features.index_select(0, inputs.feature_index))
-            features = None if later_LTD is None else LayerFeatures(later_LTD)  # zero for tokens without an image
+            features = None if later_LTD is None else LayerFeatures(later_LTD)  # zeros for tokens without an image
         plan = None
         if num_decode and self._device.type == "cuda":
             keys = self.cache.entries[0, 0]
@@ -220,19 +220,19 @@ class ForwardPass:
         return model.language.run_layers(x_TD, attend, index_S, adapter_T, features)
 
     def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
-        """[T]: the slot of each token's adapter from 1, 0 for the base model. Padding has any."""
+        """[T]: 1 + the adapter slot of each token, 0 for the base model. Undefined for padding."""
         token = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self._device)
         request = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True).clamp_(max=len(inputs.slots) - 1)
         return self._adapter_of_slot[inputs.slots[request]]
 
     def _head(self, hidden_SD: Input) -> Tensor:
-        """[S, V] logits, overwritten by the next step."""
+        """[S, V]: logits, which the next step overwrites."""
         return self._model.head.forward_into(hidden_SD, self.logits[: len(hidden_SD)])
 
     # -------------------------------------------------------------- start-up
 
     def run_padding(self) -> None:
-        """Run all declared sizes on padding."""
+        """Run a step of padding in each declared size."""
         for size in declared_sizes(self._config.max_requests, self._max_drafts):
             self._run_padding(size)
 
@@ -241,7 +241,7 @@ class ForwardPass:
         assert self.graphs is not None, "the engine uses CUDA graphs"
         compiled: set[int] = set()
         for size in declared_sizes(self._config.max_requests, self._max_drafts):
-            if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
+            if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels depend on these two
                 self._run_padding(size)
                 compiled.add(size.num_decode)
             else:
@@ -259,7 +259,7 @@ class ForwardPass:
         self._buffers.upload(sizes.total)
 
     def run_largest(self) -> None:
-        """Run the largest step eagerly on padding: compiles kernels and shows how much memory a step needs."""
+        """Run the largest step eagerly on padding, which compiles kernels and allocates a step's peak memory."""
         num_tokens = min(self._config.max_step_tokens, self._max_length)
         sizes = InputSizes(num_tokens, 1, 1)
         inputs = split(self._next_host(sizes), sizes)

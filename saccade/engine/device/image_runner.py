@@ -2,9 +2,9 @@
 
     images of a plan -> a pass -> parts of it, before the chunks of each step -> features in slots of the encoder cache
 
-The encoder runs on the stream of the steps, so that a chunk that reads features follows the part that writes them, and a pass that
-reuses slots follows the steps that read them. A pass that fails is encoded again in halves until the failing image is alone; its slots
-then have no features, and chunks that read them fail.
+The encoder runs on the stream of the steps. So a chunk that reads features runs after the part that writes them, and a
+pass that reuses slots runs after the steps that read them. If a pass fails, its images are encoded again in halves
+until the failing image is alone. The slots of that image have no features, and chunks that read them fail.
 
 Legend: M image tokens, F features of an image token.
 """
@@ -32,26 +32,26 @@ class PassImage(NamedTuple):
 
     planned: ImageToEncode
     image: PromptImage
-    """Its input; its request may end before the pass does."""
+    """Input of the image, kept here because its request may end before the pass."""
 
 
 class ImageRunner:
     """The vision encoder and the features in the encoder cache."""
 
     def __init__(self, encoder: Encoder, *, num_tokens: int, feature_size: int) -> None:
-        """`num_tokens`: capacity of the encoder cache."""
+        """`num_tokens`: capacity of the encoder cache in image tokens."""
         self.encoder = encoder
         self.device = encoder.device
         self.num_features = num_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
-        """Rows of `features` that images use."""
+        """Number of rows of `features` that images use."""
         self.features = lazy_zeros((self.num_features + 1, feature_size), encoder.dtype, self.device)
-        """[num_features + 1, F]. The last row is read for tokens without features; it is zero."""
+        """[num_features + 1, F]. The last row is zero; tokens without features read it."""
         self.images: Sequence[PassImage] = ()
-        """The pass in progress."""
-        self._failures: dict[int, Failure] = {}  # slots of images that could not be encoded
+        """Images of the pass in progress."""
+        self._failures: dict[int, Failure] = {}  # by slot of an image that could not be encoded
 
     def run(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> tuple[EncodeResult, ...]:
-        """Launch the encoder's parts of a plan. Returns the images that are complete when the step is, and those that failed."""
+        """Launch the encoder parts of a plan. Returns the images whose encoding ends with this step, or failed."""
         if plan.images:
             images = [
                 PassImage(planned, requests[planned.request_id].prompt.images[planned.image_index])
@@ -70,14 +70,14 @@ class ImageRunner:
             return self._isolate(images, error)
 
     def start_pass(self, images: Sequence[PassImage], num_parts: int) -> None:
-        """Start a pass of so many parts."""
+        """Start a pass that is divided into `num_parts` parts."""
         for slot in [slot for one in images for slot in one.planned.slots] if self._failures else ():
             self._failures.pop(slot, None)
         self.images = images
         self.encoder.start([one.image for one in images], num_parts)
 
     def run_parts(self, num_parts: int) -> tuple[EncodeResult, ...]:
-        """Run parts of the pass in progress; after the last one its features are stored."""
+        """Run parts of the pass in progress. After the last part, store its features and return its images."""
         features_MF = self.encoder.run(num_parts)
         if features_MF is None:
             return ()
@@ -87,7 +87,7 @@ class ImageRunner:
         return tuple([EncodeResult(one.planned.key) for one in images])
 
     def _isolate(self, images: Sequence[PassImage], error: Exception) -> tuple[EncodeResult, ...]:
-        """Encode images again, in halves, until an image fails alone."""
+        """Encode the images of a failed pass again, in halves, until the failing image is alone."""
         if len(images) == 1:
             planned = images[0].planned
             failure = failure_of(self.device, "encoding", planned.request_id, error)
@@ -117,5 +117,5 @@ class ImageRunner:
         }
 
     def index_select(self, index: Tensor) -> Tensor:
-        """Features of tokens by their index in the cache."""
+        """Features of tokens, by their index in the encoder cache."""
         return self.features.index_select(0, index)

@@ -1,7 +1,7 @@
 """The paged KV cache on the device, and attention of a step's tokens over it.
 
-Legend: T tokens of the step, R requests, H query heads, G key/value heads, K head dim, L layers, N pages, P tokens per page,
-        W pages of the longest request.
+Legend: T tokens of the step, R requests, H query heads, G key/value heads, K head dim, L layers, N pages,
+P tokens per page, W pages of the longest request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class KVShape(NamedTuple):
-    """What the size of a KV cache depends on."""
+    """Model sizes that determine the size of a KV cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ def bytes_per_page(config: LanguageConfig | KVShape, page_size: int, kv_format: 
 
 
 class KVCache:
-    """The pages. The scheduler decides which request owns which."""
+    """Keys and values of all pages. The scheduler decides which request owns which page."""
 
     def __init__(
         self, config: LanguageConfig, *, num_pages: int, page_size: int, kv_format: KVFormat, dtype: torch.dtype,
@@ -48,13 +48,13 @@ class KVCache:
     ) -> None:  # fmt: skip
         self.page_size, self.num_pages = page_size, num_pages
         shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
-        # Zeros, not uninitialized memory: a page's unused slots are read and then masked, and 0 * NaN is NaN.
+        # Zeros, not uninitialized memory: unused slots of a page are read and then masked, and 0 * NaN is NaN.
         self.entries = torch.zeros(shape, dtype=_FORMATS.get(kv_format, dtype), device=device)
         self.scales = None if kv_format == "model" else torch.zeros(shape[:-1], dtype=torch.float32, device=device)
 
     @property
     def num_slots(self) -> int:
-        """KV slots: tokens it holds. A token written to slot `num_slots` is not stored."""
+        """Number of KV slots, one per token. A token written to slot `num_slots` is not stored."""
         return self.num_pages * self.page_size
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -69,7 +69,7 @@ class KVCache:
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
-    """An `AttentionContext`: writes keys and values of new tokens into pages, and attends over all tokens of their request."""
+    """An `AttentionContext` that writes KV of new tokens into pages and attends over all tokens of their request."""
 
     cache: KVCache
     angles: CosSin
@@ -78,22 +78,23 @@ class PagedAttention:
     page_table: Tensor
     """[slots, W] int32."""
     slots: Tensor
-    """[R] int32: the row of the page table that each request has."""
+    """[R] int32: request slot of each request, its row of the page table."""
     cu_seqlens: Tensor
     """[R + 1] int32: cumulative new tokens."""
     context_lengths: Tensor
     """[R] int32: tokens including the new ones."""
     num_decode: int
-    """Leading requests with one new token each, or none."""
+    """Number of leading requests with at most one new token each."""
     max_new: int
-    """Upper bounds known on the host, which shape the launch."""
+    """Upper bound of new tokens per request, known on the host."""
     max_context: int
+    """Upper bound of context lengths, known on the host."""
     decode_plan: DecodePlan | None
-    """How decode divides its work, the same for all layers; made in each layer if not given."""
+    """How decode attention is divided, shared by all layers. None: each layer computes it."""
     gather_plan: GatherPlan | None = None
-    """On a CPU: where tokens are stored and pages are read, the same for all layers."""
+    """On a CPU: where tokens are stored and pages are read, shared by all layers."""
     window: int | None = None
-    """Tokens before its own that a token attends to; None: all. Plans have the same."""
+    """Preceding tokens that a token attends to; None: all. The plans have the same window."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`. `q` and `k` may be rotated in place."""
@@ -102,8 +103,9 @@ class PagedAttention:
         return paged_attention(
             q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
             num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
-            decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
-            window=self.window, new=NewTokens(k_TGK, v_TGK, self.angles, self.slot_mapping),
+            decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales,
+            value_scales_NGP=value_scales, window=self.window,
+            new=NewTokens(k_TGK, v_TGK, self.angles, self.slot_mapping),
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
 _CPU_CACHE_TOKENS = 65536
-"""Default limits of the KV cache on a CPU; one request of the maximum length may exceed the second."""
+"""Default limits of the KV cache on a CPU; the second is raised to one request of the maximum length."""
 _GIB = 2**30
 
 
@@ -35,10 +35,10 @@ def load_runner(
     folder: str | Path, config: EngineConfig, *, pixels: PixelScale, device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
-    """Load the model of a folder, ready to run steps."""
+    """Load the model of a checkpoint folder into a runner that is ready to run steps."""
     device, config = resolve_device(device), _with_stored_kv_format(config, Path(folder))
     if device.type == "cpu":
-        keep_freed_memory()  # reused by the next layer; fresh memory from the system costs a tenth of a step
+        keep_freed_memory()  # fresh memory from the system would cost a tenth of a step
     with compile_kernels(folder, config, device=device, dtype=dtype):
         model = load_model(folder, device=device, dtype=dtype)
     runner = make_runner(model, config, pixels=pixels)
@@ -47,7 +47,7 @@ def load_runner(
 
 
 def _with_stored_kv_format(config: EngineConfig, folder: Path) -> EngineConfig:
-    """The config with the KV cache that the checkpoint is meant for, unless another one is asked for."""
+    """The config with the KV cache format that the checkpoint names, unless the config sets one."""
     stored = kv_cache_form(read_config(folder)) if config.kv_format == "auto" else None
     if stored is None:
         return config
@@ -56,7 +56,7 @@ def _with_stored_kv_format(config: EngineConfig, folder: Path) -> EngineConfig:
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
-    """A runner of a loaded model, whose weights are prepacked in place on a CPU."""
+    """A runner of a loaded model. On a CPU the weights are prepacked in place."""
     prepack_storage(model)
     context_length = model.config.language.max_positions
     if config.max_length is not None and config.max_length > context_length:
@@ -70,8 +70,8 @@ def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runn
     if num_pages * config.page_size < max_length:
         if config.max_length is not None:
             raise ConfigError(
-                f"the KV cache has {num_pages} pages of {config.page_size} tokens, max_length is {max_length}. Lower max_length, "
-                "raise gpu_memory_utilization or num_pages, or use kv_format fp8"
+                f"the KV cache has {num_pages} pages of {config.page_size} tokens, max_length is {max_length}. "
+                "Lower max_length, raise gpu_memory_utilization or num_pages, or use kv_format fp8"
             )
         max_length = num_pages * config.page_size
     return Runner(model, config, pixels=pixels, num_pages=num_pages, max_length=max_length)
@@ -87,14 +87,15 @@ def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > available:
         raise ConfigError(
-            f"num_pages is {num_pages}, a KV cache of {num_bytes / _GIB:.1f} GiB; {available / _GIB:.1f} GiB are available. Lower it"
+            f"num_pages is {num_pages}, a KV cache of {num_bytes / _GIB:.1f} GiB; {available / _GIB:.1f} GiB are "
+            "available. Lower it"
         )
     if num_pages * config.page_size >= 2**31:
         raise ConfigError(f"num_pages is {num_pages}; a KV cache may hold up to 2^31 tokens. Lower it")
 
 
 def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
-    """Profile the largest step with a KV cache of one page; the memory it leaves free is for pages."""
+    """Profile the largest step with a KV cache of one page; the remaining memory is for pages."""
     device, language = model.device, model.config.language
     page_bytes = bytes_per_page(language, config.page_size, config.cache_format, model.dtype)
     if device.type != "cuda":
@@ -112,9 +113,9 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
     num_pages = gpu_pages(config, page_bytes, max_length, language.vocab_size, total=total, outside=outside, peak=peak)
     if num_pages < 1:
         raise ConfigError(
-            f"no memory for a KV cache: a step takes {peak / _GIB:.1f} GiB with the weights, other processes {outside / _GIB:.1f}, of "
-            f"{total / _GIB:.1f} GiB. Raise gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_step_tokens, or use a "
-            "compressed checkpoint"
+            f"no memory for a KV cache: a step takes {peak / _GIB:.1f} GiB with the weights, other processes "
+            f"{outside / _GIB:.1f}, of {total / _GIB:.1f} GiB. Raise gpu_memory_utilization "
+            f"({config.gpu_memory_utilization}), lower max_step_tokens, or use a compressed checkpoint"
         )
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f GiB; weights and largest step: %.1f GiB",
@@ -124,20 +125,23 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
 
 
 def most_pages(config: EngineConfig, max_length: int) -> int:
-    """Pages that all requests together can use."""
+    """Pages that the maximum number of requests of maximum length use."""
     return config.max_requests * pages_for(max_length, config.page_size)
 
 
 def gpu_pages(
     config: EngineConfig, page_bytes: int, max_length: int, vocab_size: int, *, total: int, outside: int, peak: int
 ) -> int:
-    """Pages that fit on a GPU of `total` bytes, of which `outside` belong to others; `peak`: weights and largest step. May be negative."""
+    """Pages that fit on a GPU of `total` bytes. May be negative.
+
+    `outside`: bytes used by other processes and CUDA itself; `peak`: bytes of the weights and the largest step.
+    """
     spare = 2 * _GIB + penalty_bytes(config.max_requests, vocab_size)  # CUDA graphs, fragmentation, penalty counts
     available = int(total * config.gpu_memory_utilization) - outside - peak - spare
     return min(most_pages(config, max_length), available // page_bytes)
 
 
 def cpu_pages(config: EngineConfig, page_bytes: int, max_length: int) -> int:
-    """Pages on a CPU."""
+    """Default number of pages on a CPU."""
     most = min(most_pages(config, max_length), pages_for(max(max_length, _CPU_CACHE_TOKENS), config.page_size))
     return max(1, min(most, _CPU_CACHE_BYTES // page_bytes))

@@ -1,4 +1,4 @@
-"""A torch profile of the running core, for an operator: started and stopped by messages, between two steps."""
+"""A torch profile of the running core. Messages start and stop it between two steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProfiler:
-    """One profile at a time. Used by the core's thread: the profiler records the thread that starts it, and the device."""
+    """Profiles the thread that starts it, which is the core's, and the device; one profile at a time."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
 
     def start(self, begun: Path) -> None:
-        """Begin, then create the file `begun`; a profile in progress is dropped."""
+        """Begin a profile, then create the file `begun`. Drops a profile in progress."""
         if self._profile is not None:
             self._profile.stop()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -33,7 +33,7 @@ class CoreProfiler:
             logger.warning("%s could not be written: %r", begun, error)
 
     def stop(self, path: Path) -> None:
-        """End and write the trace. A disk that is full must not end the engine."""
+        """End the profile and write its trace. An error of the disk is only logged."""
         profile, self._profile = self._profile, None
         if profile is None:
             return

@@ -1,4 +1,4 @@
-"""Results of a step: sampled tokens and log-probabilities on their way from the device to the host.
+"""Copy the results of a step, sampled tokens and log-probabilities, from the device to the host.
 
 Legend: S sampled tokens.
 """
@@ -27,33 +27,35 @@ _NON_FINITE_LOGITS = Failure(
 
 
 class Timer:
-    """Measures how long the device takes from now on, on the current stream."""
+    """Measures the device time of work on the current stream, from construction to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._started_at, self._stopped_at = time.perf_counter(), 0.0
         self._start: torch.cuda.Event | None = None
         self.done: torch.cuda.Event | None = None
-        """Occurs when the measured work is complete. None on a CPU, which waits for it."""
+        """Event at the end of the measured work. None on a CPU, where the work runs synchronously."""
         if device.type == "cuda":
             self._start, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._start.record()
 
     def stop(self) -> None:
-        """End the measured work: all of it is queued."""
+        """Stop measuring: all of the work is queued."""
         self._stopped_at = time.perf_counter()
         if self.done is not None:
             self.done.record()
 
     def seconds(self) -> float:
-        """The time, once the work is complete."""
+        """The measured time. Call it after the work is complete."""
         if self._start is None or self.done is None:
             return self._stopped_at - self._started_at
         return float(self._start.elapsed_time(self.done)) / 1e3
 
 
 class HostMemory:
-    """Pinned memory of the host for sampled tokens, which the device writes. It is reused and never freed: a step that failed may
-    still be written."""
+    """Pinned host memory for sampled tokens, which the device writes.
+
+    It is reused and never freed, because the device may still write results of a step that failed.
+    """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity, self._is_pinned = capacity, device.type == "cuda"
@@ -61,14 +63,14 @@ class HostMemory:
         self._all: list[Tensor] = []
 
     def take(self, count: int) -> Tensor:
-        """[count] int64, to be given back."""
+        """[count] int64. Return it by `give_back`."""
         if not self._free:
             self._all.append(torch.empty(self._capacity, dtype=torch.int64, pin_memory=self._is_pinned))
             self._free.append(self._all[-1])
         return self._free.pop()[:count]
 
     def give_back(self, tokens: Tensor) -> None:
-        """Reuse what `take` returned, after it is read."""
+        """Reuse memory that `take` returned, after it is read."""
         self._free.append(tokens.as_strided((self._capacity,), (1,)))
 
 
@@ -82,7 +84,7 @@ class HostLogprobs:
             self._top = _to_host(found.top_ids), _to_host(found.top_logprobs)
 
     def at(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """Log-probabilities of the sample at `index`, once the step is complete."""
+        """Log-probabilities of the token at `index`. Call it after the step is complete."""
         top: list[tuple[int, float]] = []
         if self._top is not None:
             ids, values = self._top
@@ -101,7 +103,7 @@ class SampledChunks:
         logprobs: Logprobs | None,
         prompts: Mapping[str, tuple[Sequence[int], HostLogprobs]],
     ) -> None:
-        """`tokens` belong to `memory`. `prompts`: prompt tokens and their log-probabilities, by request."""
+        """`tokens` was taken from `memory`. `prompts`: prompt tokens and their log-probabilities, by request id."""
         self._chunks = chunks
         self._tokens, self._memory = tokens, memory
         self._logprobs = None if logprobs is None else HostLogprobs(logprobs)
@@ -109,10 +111,10 @@ class SampledChunks:
         self._is_plain = logprobs is None and not prompts and not any(chunk.drafts for chunk in chunks)
 
     def read(self, requests: Mapping[str, RequestInputs]) -> Iterator[ChunkResult]:
-        """Results of the chunks, complete once the step is."""
+        """Results of the chunks. Call it after the step is complete."""
         sampled, first = self._tokens.tolist(), 0
         self._memory.give_back(self._tokens)
-        if self._is_plain and NON_FINITE not in sampled:  # one token each, and nothing else
+        if self._is_plain and NON_FINITE not in sampled:  # at most one token per chunk, and nothing else
             tokens = zip(sampled, strict=True)
             yield from [ChunkResult(chunk.request_id, next(tokens) if chunk.samples else ()) for chunk in self._chunks]
             return
@@ -124,7 +126,7 @@ class SampledChunks:
     def _read_chunk(
         self, chunk: Chunk, sampled: Sequence[int], rows: range, inputs: RequestInputs | None
     ) -> ChunkResult:
-        """`inputs`: None if the request has ended, so that its result is not read."""
+        """`inputs`: None if the request has ended; then its log-probabilities are not needed."""
         token_ids = _accepted(sampled, chunk.drafts)
         if NON_FINITE in token_ids:
             return ChunkResult(chunk.request_id, failure=_NON_FINITE_LOGITS)
@@ -145,7 +147,7 @@ class SampledChunks:
 
 
 class StepHandle:
-    """A step in flight."""
+    """A step in flight, whose sampling is launched."""
 
     def __init__(
         self,
@@ -156,14 +158,14 @@ class StepHandle:
         timer: Timer,
         requests: Mapping[str, RequestInputs],
     ) -> None:
-        """`requests`: the inputs of open requests at the time when the step is read."""
+        """`requests`: inputs of the open requests, looked up when the step is read."""
         self.plan = plan
         self._parts, self._failures, self._images, self._requests = parts, failures, images, requests
         self._timer, self._done = timer, timer.done
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has completed the step; reading it then does not wait."""
+        """Whether the device has completed the step, so that `read` does not wait."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepResult:
@@ -186,17 +188,17 @@ class StepHandle:
 
 
 def first_rows(sampling: Sequence[Chunk]) -> list[int]:
-    """The first row of logits of each chunk."""
+    """Index of the first logits row of each chunk that samples."""
     return [0, *itertools.accumulate([1 + len(chunk.drafts) for chunk in sampling])][:-1]
 
 
 def num_samples(chunks: Sequence[Chunk]) -> int:
-    """Rows of logits of all chunks."""
+    """Number of logits rows of all chunks."""
     return sum([1 + len(chunk.drafts) for chunk in chunks if chunk.samples])
 
 
 def _accepted(sampled: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
-    """The valid samples: those that follow accepted drafts only."""
+    """The valid samples: accepted drafts and the token after them."""
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
         num_accepted += 1
@@ -204,7 +206,7 @@ def _accepted(sampled: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, complete once the stream has reached it."""
+    """Queue a copy to pinned host memory on the current stream."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

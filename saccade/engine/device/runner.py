@@ -2,12 +2,13 @@
 
     parts of the encoder -> copy pages -> forward pass -> sample -> start copying the tokens to the host
 
-Nothing waits for the device but `StepHandle.read`. The next step reads a token that is sampled but not read yet from `last_tokens`, on
-the device. The forward pass and sampling are two launches, so that masks computed on the host while the forward pass runs reach the
-sampler of the very next token. All of it is queued on one stream.
+Only `StepHandle.read` waits for the device. The next step reads tokens that are sampled but not read yet from
+`last_tokens` on the device. The forward pass and sampling are two launches, so that masks computed on the host during
+the forward pass reach the sampler of the very next token. All work is queued on one stream.
 
-When a step fails, its chunks are run again in halves until the failing request is alone: its result says so, and the others get the
-tokens they would have had. The same holds for images (`image_runner.py`) and page copies.
+When a step fails, its chunks are run again in halves until the failing request is alone. Its result has the failure,
+and the other requests get the same tokens as without it. Images (`image_runner.py`) and page copies fail in the same
+way.
 
 Legend: T tokens, S sampled tokens, D decoder width.
 """
@@ -54,35 +55,35 @@ from saccade.model.vlm import VLM
 logger = logging.getLogger(__name__)
 
 _HEAD_ROWS = 1024
-"""Rows of logits computed at once for prompt log-probabilities."""
+"""Maximum rows of logits computed at once for prompt log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelScale:
-    """Normalization of uint8 pixels."""
+    """Normalization of uint8 pixels, in units of the 0..1 range."""
 
     mean: tuple[float, ...]
-    """Value to subtract per channel, in units of the 0..1 range."""
+    """Value to subtract, per channel."""
     std: tuple[float, ...]
-    """Value to divide by per channel, in units of the 0..1 range."""
+    """Value to divide by, per channel."""
 
 
 class StepForward(NamedTuple):
-    """The forward pass of a plan, to be sampled."""
+    """The forward pass of a plan, before it is sampled."""
 
     plan: StepPlan
     logits: Logits | None
-    """None: it failed, and its chunks are isolated when they are sampled."""
+    """None if there are no chunks, or if their forward pass failed; then `sample` runs them again."""
     failures: dict[str, Failure]
-    """By request id."""
+    """Failures of chunks, by request id."""
     images: tuple[EncodeResult, ...]
-    """Images whose encoding ends with this step."""
+    """Results of images whose encoding ends with this step."""
     timer: Timer
-    """Started before the chunks."""
+    """Timer that was started before the chunks."""
 
 
 class Runner:
-    """The model, its KV cache and its encoder cache on one device. Executes plans in order (`StepRunner`)."""
+    """The model, its KV cache and its encoder cache on one device. Implements `StepRunner`."""
 
     def __init__(
         self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
@@ -92,9 +93,9 @@ class Runner:
         max_drafts = config.draft_tokens(self.device.type)
         uses_graphs = config.cuda_graphs and self.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":  # not the default stream, which cannot be captured
+        if self.device.type == "cuda":  # the default stream cannot be captured
             self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the weights are loaded
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights may still be loading on it
         with self.on_stream():
             self.cache = KVCache(
                 language, num_pages=num_pages, page_size=config.page_size, kv_format=config.cache_format,
@@ -123,18 +124,18 @@ class Runner:
             is_cpu=self.device.type == "cpu",
         )
         self._requests: dict[str, RequestInputs] = {}
-        self._uncopied: dict[int, Failure] = {}  # pages whose copy failed, until a chunk reads them
-        self._unsampled: StepPlan | None = None  # the launched step that is not sampled yet
+        self._uncopied: dict[int, Failure] = {}  # by page whose copy failed, until a chunk reads it
+        self._unsampled: StepPlan | None = None  # the step that is launched but not sampled
         self._compiles = launch.CompileCounter()
         self._profiler = CoreProfiler()
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Queue work on the stream of the steps."""
+        """Context in which work is queued on the stream of the steps."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def close(self) -> None:
-        """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
-        is_gpu = self.device.type == "cuda" and is_alive(self.device)  # which also waits for the last step
+        """Free the device memory now; reference cycles would keep it until the next garbage collection."""
+        is_gpu = self.device.type == "cuda" and is_alive(self.device)  # waits for the last step too
         vars(self).clear()
         if is_gpu:
             torch.cuda.empty_cache()
@@ -142,7 +143,7 @@ class Runner:
     # -------------------------------------------------------------- requests and adapters
 
     def register(self, request: Request, prompt: TokenPrompt, adapter_slot: int | None = None) -> None:
-        """Keep the inputs of a request. `adapter_slot`: slot of its adapter, from 0."""
+        """Store the inputs of a request until `unregister`. `adapter_slot`: slot of its adapter, from 0."""
         self._requests[request.id] = RequestInputs(request, prompt, adapter_slot)
 
     def unregister(self, request_id: str) -> None:
@@ -151,7 +152,7 @@ class Runner:
 
     @property
     def num_registered(self) -> int:
-        """Registered requests."""
+        """Number of registered requests."""
         return len(self._requests)
 
     def read_adapter(self, folder: str) -> Adapter:
@@ -160,12 +161,13 @@ class Runner:
         adapter = load_adapter(folder, self.adapters.shapes, family_named(self.model.config.family))
         if adapter.rank > self.adapters.max_rank:
             raise CheckpointError(
-                f"{folder}: its rank is {adapter.rank}, the engine's max_adapter_rank {self.adapters.max_rank}. Raise it"
+                f"{folder}: its rank is {adapter.rank}, the engine's max_adapter_rank {self.adapters.max_rank}. "
+                "Raise it"
             )
         return adapter
 
     def set_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Fill a slot, from 0, after the steps in flight."""
+        """Write an adapter into a slot, from 0, after the steps in flight."""
         assert self.adapters is not None, "a slot was reserved"
         with self.on_stream():
             self.adapters.set(slot, adapter)
@@ -174,7 +176,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepForward:
-        """Launch the parts of the encoder and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
+        """Launch the encoder parts and the forward pass of a plan.
+
+        Plans are launched in order, and each is sampled before the next is launched.
+        """
         self._compiles.thread_id = threading.get_ident()
         with self.on_stream():
             images = self.images.run(plan, self._requests)
@@ -214,9 +219,9 @@ class Runner:
         masks: GrammarMasks | None,
         failures: dict[str, Failure],
     ) -> list[SampledChunks]:
-        """Sample chunks. If they failed or fail now, run and sample them again in halves, so that only the failing request is lost.
+        """Sample chunks. If that fails, run and sample them again in halves, so that only the failing request fails.
 
-        `logits`: None if the forward pass failed or is to be run again.
+        `logits`: None if the forward pass has to be run first.
         """
         if not chunks:
             return []
@@ -239,7 +244,7 @@ class Runner:
         return [part for half in halves for part in self._sample_or_isolate(half, None, masks, failures)]
 
     def _start_slots(self, plan: StepPlan) -> None:
-        """Set up the slots of requests that start, and append new pages."""
+        """Set up the slots of requests that start, and append the new pages of all chunks."""
         if plan.started and self._unsampled is not None:
             reused = {start.slot for start in plan.started} & {chunk.slot for chunk in self._unsampled.chunks}
             assert not reused, (
@@ -252,7 +257,7 @@ class Runner:
         self.forward_pass.start_slots(plan, self._requests)
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages, one by one where that fails. A failed copy fails only the request that reads the target."""
+        """Copy (source, target) pages, one by one if that fails. A failed copy fails the request that reads it."""
         if not copies:
             return
         try:
@@ -280,13 +285,13 @@ class Runner:
         if sampled.logprobs is not None:
             logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
         part = SampledChunks(step.chunks, host, self._sampled_on_host, logprobs, prompts)
-        # Last, when nothing can fail any more: a step that is run again must find the same state.
+        # Last, when nothing can fail any more: a step that is run again must start from the same state.
         self.sampler.commit()
         self._store_accepted(sampling, sampled.token_ids)
         return part
 
     def _store_accepted(self, sampling: Sequence[Chunk], token_ids_S: Tensor) -> None:
-        """Keep the last token of slots with drafts: the one after the accepted drafts, which only the device knows yet."""
+        """Store the last token of slots with drafts, the one after the accepted drafts, in `last_tokens`."""
         first = 0
         for chunk in sampling:
             rows = slice(first, first + 1 + len(chunk.drafts))
@@ -301,7 +306,7 @@ class Runner:
     def _prompt_logprobs(
         self, chunks: Sequence[Chunk], hidden_TD: Tensor
     ) -> dict[str, tuple[Sequence[int], HostLogprobs]]:
-        """Prompt tokens that chunks predict, and their log-probabilities, by request."""
+        """Prompt tokens that chunks predict, and their log-probabilities, by request id."""
         found: dict[str, tuple[Sequence[int], HostLogprobs]] = {}
         start = 0
         for chunk in chunks:
@@ -315,7 +320,7 @@ class Runner:
         return found
 
     def _logprobs(self, hidden_TD: Tensor, targets: Sequence[int], num_top: int) -> Logprobs:
-        """Log-probabilities of `targets`, each predicted by its row of `hidden`."""
+        """Log-probabilities of `targets`, each predicted by its row of `hidden_TD`."""
         target_ids = to_device(_int64(targets), self.device)
         parts = [
             self.sampler.logprobs_of(self.model.head(hidden), ids, num_top)
@@ -329,11 +334,11 @@ class Runner:
     # -------------------------------------------------------------- times, counters, profiles
 
     def encode_ms(self, num_patches: int) -> float:
-        """Time of a pass of the encoder. 0: unknown, or the host waits for it."""
+        """Time of an encoder pass in ms. 0: unknown."""
         return self.images.encoder.pass_ms(num_patches)
 
     def counters(self) -> DeviceCounters:
-        """Events since the warm-up that delayed steps."""
+        """Counts, since the warm-up, of events that delayed steps."""
         compiles, graphs = self._compiles.num_kernels, self.forward_pass.graphs
         if graphs is None:
             return DeviceCounters(0, compiles, 0)
@@ -341,12 +346,12 @@ class Runner:
         return DeviceCounters(late, compiles, graphs.num_eager_runs + self.forward_pass.num_eager_steps)
 
     def forget_warm_up(self) -> None:
-        """Drop what the warm-up counted and left behind."""
+        """Reset the counters and failures of the warm-up."""
         self._compiles = launch.CompileCounter()
         self._uncopied.clear()
 
     def start_profile(self, begun: Path) -> None:
-        """Profile this thread and the device; create the file `begun` when it has begun."""
+        """Profile this thread and the device; create the file `begun` once the profile has begun."""
         self._profiler.start(begun)
 
     def stop_profile(self, path: Path) -> None:
@@ -369,7 +374,7 @@ class Runner:
 
 
 def _token_masks(masks: GrammarMasks, sampling: Sequence[Chunk]) -> TokenMasks | None:
-    """The masks of requests that are sampled, with their rows of logits. A request with a grammar has no drafts."""
+    """The masks of the requests that are sampled, by logits row. A request with a grammar has no drafts."""
     rows = dict(zip([chunk.request_id for chunk in sampling], first_rows(sampling), strict=True))
     index = [i for i, request_id in enumerate(masks.request_ids) if request_id in rows]
     words = masks.words if len(index) == len(masks.request_ids) else masks.words[index]

@@ -1,25 +1,25 @@
 """Sample tokens from logits on the device, without synchronizing.
 
-Legend: S samples (one per logits row), V vocabulary, R request slots, P samples with penalties, A samples with log-probabilities,
-K most likely tokens.
+Legend: S samples (one per logits row), V vocabulary, R request slots, P samples with penalties, A samples with
+log-probabilities, K most likely tokens.
 
-A request may have several samples in a step, one after each draft token. For every sample, in this order:
+A request may have several samples in a step, one after each draft token. For each sample, in this order:
 
     logit bias     added to the logits of the tokens it names
-    penalties      repetition (tokens of prompt and output, as Hugging Face), then frequency and presence (tokens of the output
-                   only, as OpenAI and vLLM)
+    penalties      repetition (tokens of prompt and output, as in Hugging Face), then frequency and presence
+                   (tokens of the output only, as in OpenAI and vLLM)
     bans           -inf for stop tokens, while the output has fewer than `min_tokens`
     mask           -inf for tokens that the request's grammar does not allow
     the kernel     temperature, top-k, top-p, min-p, and the draw: see `kernels/sampler.py`
 
-Log-probabilities are log softmax of the raw logits: before bias, penalties, bans, mask and temperature. A draw depends only on logits, the
-request's seed and the token's index, so a request gets the same tokens in any slot, in any batch, and after preemption. A row of
-non-finite logits (NaN, +inf, or no finite value) samples `NON_FINITE`.
+Log-probabilities are the log softmax of the raw logits: before bias, penalties, bans, mask and temperature. A draw
+depends only on the logits, the request's seed and the token's index, so a request gets the same tokens in any slot, in
+any batch, and after preemption. A row of non-finite logits (NaN, +inf, or no finite value) samples `NON_FINITE`.
 
-Sampling parameters are kept on the host, one record per slot. A step gathers the records of its samples and uploads them in two
-copies. Token counts for penalties are on the device, where they include tokens the host has not read yet; they are allocated when
-the first request with penalties starts (`penalty_bytes`). All calls must use one stream: a slot's next request overwrites its
-counts after the last step that read them.
+Sampling parameters are kept on the host, one record per slot. A step gathers the records of its samples and uploads
+them in two copies. Token counts for penalties are on the device, where they include tokens that the host has not read
+yet. They are allocated when the first request with penalties starts (`penalty_bytes`). All calls must use one stream:
+the next request of a slot overwrites its counts after the last step that read them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from saccade.kernels import sampler as kernel
 from saccade.kernels.token_mask import apply_token_mask
 
 _ROWS_AT_ONCE = 64
-"""Logits rows penalized or normalized at once, which bounds temporary memory: 40 MB per copy at V = 152k."""
+"""Maximum logits rows penalized or normalized at once. Bounds temporary memory: 40 MB per copy at V = 152k."""
 
 _GREEDY_BELOW = 1e-5
-"""Lower temperatures count as 0."""
+"""Temperatures below this count as 0."""
 
 _SETTINGS = np.dtype(
     [
@@ -71,17 +71,17 @@ class SampledStep(NamedTuple):
     """Sampled tokens on the device. Log-probabilities are defined only for requests with `logprobs`."""
 
     token_ids: Tensor
-    """[S] int64; `NON_FINITE` where the logits were not finite."""
+    """[S] int64; `NON_FINITE` for a row of non-finite logits."""
     logprobs: Tensor | None
     """[S] fp32. None if no request has `logprobs`."""
     top_ids: Tensor | None
-    """[S, K] int64, best first; K is the maximum `logprobs` of the step. None if that is 0."""
+    """[S, K] int64, most likely first; K is the maximum `logprobs` of the step. None if K is 0."""
     top_logprobs: Tensor | None
     """[S, K] fp32."""
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of given tokens, and of the K most likely (None if K is 0), best first."""
+    """Log-probabilities of given tokens, and of the K most likely tokens, best first (None if K is 0)."""
 
     logprobs: Tensor
     top_ids: Tensor | None
@@ -89,10 +89,10 @@ class Logprobs(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """Tokens that grammars allow, for some rows of logits."""
+    """Tokens that grammars allow, for some logits rows."""
 
     rows: NDArray[np.int64]
-    """[N]"""
+    """[N]: logits rows."""
     mask: NDArray[np.int32]
     """[N, ceil(V / 32)]: one bit per token."""
 
@@ -106,25 +106,25 @@ class _Step(NamedTuple):
     top_k: Tensor
     seed: Tensor
     position: Tensor
-    penalized: Tensor  # per sample with penalties: its index
+    penalized: Tensor  # per sample with penalties: index of the sample
     penalized_slot: Tensor
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
     biased: Tensor  # per biased logit: sample * V + token
     bias: Tensor
-    banned: Tensor  # banned logits: sample * V + token
+    banned: Tensor  # per banned logit: sample * V + token
     with_logprobs: Tensor  # indices of samples with log-probabilities
     num_top: int
 
 
 def penalty_bytes(num_slots: int, vocab_size: int) -> int:
-    """Device memory allocated by the first request with penalties."""
+    """Bytes of device memory that the first request with penalties allocates."""
     return num_slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
 
 
 class Sampler:
-    """Samples the tokens of all running requests. See the top of this file."""
+    """Samples the tokens of all running requests; see the docstring of this module."""
 
     def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -137,7 +137,7 @@ class Sampler:
         self._num_output_RV: Tensor | None = None
 
     def set_request(self, slot: int, request: Request, output_token_ids: Sequence[int] = ()) -> None:
-        """Set the request of a slot, when it starts or resumes after preemption. All its sampled tokens must have been read."""
+        """Set the request of a slot when it starts or resumes. All its sampled tokens must have been read."""
         params = request.sampling
         self._settings[slot] = (
             params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
@@ -174,12 +174,12 @@ class Sampler:
     ) -> SampledStep:
         """Sample one token per row of the logits, which are overwritten.
 
-        For each: the slot of its request, and the index of the new token in the request.
-        `masks` restrict some rows to the tokens that a grammar allows. `destination`: where the tokens are stored besides the result,
-        by `commit` at the latest.
-        A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
+        `slots`: request slot of each row; `positions`: index of the new token in its request. `masks` restrict some
+        rows to the tokens that a grammar allows. `destination`: device and host memory that also receives the tokens,
+        by `commit` at the latest. A request with penalties has one sample per step: its counts could not be rolled
+        back when a draft is rejected.
         """
-        self._uncommitted = None  # of a step that failed behind its sampling
+        self._uncommitted = None  # drops a step that failed after its sampling
         if not len(slots):
             return SampledStep(torch.empty(0, dtype=torch.int64, device=self._device), None, None, None)
         chosen = self._settings[slots]
@@ -190,7 +190,7 @@ class Sampler:
         adjusted_SV = self._adjust(logits_SV, step)
         if masks is not None:
             adjusted_SV = self._mask(adjusted_SV, masks, keeps=adjusted_SV is logits_SV and len(step.with_logprobs) > 0)
-        is_last = not len(step.with_logprobs) and not len(step.penalized)  # nothing can fail after the kernel
+        is_last = not len(step.with_logprobs) and not len(step.penalized)  # then nothing can fail after the kernel
         token_ids = kernel.sample(
             adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position,
             destination=destination if is_last else None,
@@ -202,8 +202,10 @@ class Sampler:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """Add the tokens sampled last to the penalty counts, and store them if the kernel has not. Before that, a step can be run and
-        sampled again with the same result."""
+        """Add the tokens sampled last to the penalty counts, and store them unless the kernel has.
+
+        Before this call a step can be run and sampled again with the same result.
+        """
         if self._uncommitted is not None:
             token_ids, step, destination = self._uncommitted
             self._add_counts(token_ids, step)
@@ -213,7 +215,7 @@ class Sampler:
     @staticmethod
     @torch.inference_mode()
     def logprobs_of(logits_SV: Tensor, token_ids_S: Tensor, num_top: int) -> Logprobs:
-        """fp32 log softmax of the logits at the given tokens, and its `num_top` largest values (V at most)."""
+        """fp32 log softmax of the logits at the given tokens, and its `num_top` (at most V) largest values."""
         num_top = min(num_top, logits_SV.shape[1])
         own, top_ids, top = [], [], []
         for logits, token_ids in zip(_in_parts(logits_SV), _in_parts(token_ids_S), strict=True):
@@ -225,13 +227,13 @@ class Sampler:
         return Logprobs(torch.cat(own), *((torch.cat(top_ids), torch.cat(top)) if num_top else (None, None)))
 
     def _known(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Ids that have a logit: some checkpoints have end-of-turn tokens or embeddings beyond the head's vocabulary."""
+        """Ids that have a logit: some checkpoints have end-of-turn tokens or embeddings beyond the vocabulary."""
         ids = np.array(token_ids, np.int64)
         return ids[ids < self._vocab_size]
 
     @torch.inference_mode()
     def _reset_counts(self, slot: int, request: Request, output_token_ids: Sequence[int]) -> None:
-        """Set the counts of a slot from the tokens of its request."""
+        """Count the tokens of a request that starts in a slot."""
         is_prompt_RV, num_output_RV = self._counts()
         prompt = self._known(request.token_ids)
         output = self._known(output_token_ids)
@@ -240,7 +242,7 @@ class Sampler:
         num_output_RV[slot].zero_().index_add_(0, ids_output, torch.ones_like(ids_output, dtype=torch.int32))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
-        """Per slot and token: whether the prompt has it, how often the output has it."""
+        """Per slot and token: whether the prompt has it, and how often the output has it."""
         if self._is_prompt_RV is None or self._num_output_RV is None:
             shape = len(self._settings), self._vocab_size
             self._is_prompt_RV = torch.zeros(shape, dtype=torch.bool, device=self._device)
@@ -259,7 +261,7 @@ class Sampler:
                 chosen["temperature"],
                 chosen["top_p"],
                 chosen["min_p"],
-                chosen["top_k"].view(np.float32),  # the same 32 bits; read as integers again on the device
+                chosen["top_k"].view(np.float32),  # same 32 bits; viewed as integers again on the device
                 penalties["repetition"],
                 penalties["frequency"],
                 penalties["presence"],
@@ -303,7 +305,7 @@ class Sampler:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _adjust(self, logits_SV: Tensor, step: _Step) -> Tensor:
-        """Apply bias, penalties and bans in fp32; the raw logits are preserved if log-probabilities are needed."""
+        """Apply bias, penalties and bans in fp32. Preserves the raw logits if log-probabilities are needed."""
         if not (len(step.biased) or len(step.penalized) or len(step.banned)):
             return logits_SV
         adjusted_SV = logits_SV.to(torch.float32, copy=len(step.with_logprobs) > 0).contiguous()
@@ -316,7 +318,7 @@ class Sampler:
         return adjusted_SV
 
     def _mask(self, logits_SV: Tensor, masks: TokenMasks, *, keeps: bool) -> Tensor:
-        """Disallow tokens; `keeps` the logits as they are, for log-probabilities."""
+        """Apply token masks. `keeps`: to a copy, because log-probabilities need the raw logits."""
         logits_SV = logits_SV.clone() if keeps else logits_SV
         apply_token_mask(logits_SV, to_device(masks.mask, self._device), to_device(masks.rows, self._device))
         return logits_SV
@@ -342,7 +344,7 @@ class Sampler:
             num_output_RV.view(-1).index_add_(0, index_P, torch.ones_like(index_P, dtype=torch.int32))
 
     def _logprobs(self, logits_SV: Tensor, token_ids_S: Tensor, step: _Step) -> Logprobs:
-        """Log-probabilities of the samples that need them; zeros elsewhere."""
+        """Log-probabilities of the samples that need them; zeros for the others."""
         num_samples, token_ids_S = len(token_ids_S), token_ids_S.clamp(min=0)
         if len(step.with_logprobs) == num_samples:
             return self.logprobs_of(logits_SV, token_ids_S, step.num_top)
@@ -357,7 +359,7 @@ class Sampler:
 
 
 def _has_effects(params: SamplingParams) -> bool:
-    """Whether more than the temperature matters for a greedy request."""
+    """Whether a greedy request needs more than the most likely token."""
     return bool(params.logit_bias) or params.has_penalties or params.min_tokens > 0 or params.logprobs is not None
 
 
@@ -370,7 +372,10 @@ def _in_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _in_one_copy(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Upload arrays of one type by one copy. Each starts at a multiple of 16 bytes: Triton compiles another kernel for other pointers."""
+    """Upload arrays of one type by one copy.
+
+    Each starts at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not.
+    """
     ends = np.cumsum([-(-len(part) // 4) * 4 for part in parts])
     buffer = np.zeros(ends[-1], parts[0].dtype)
     starts = [0, *ends[:-1].tolist()]

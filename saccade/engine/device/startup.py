@@ -1,7 +1,8 @@
-"""What happens before an engine is ready: compile kernels, capture CUDA graphs, run a first request.
+"""Prepare an engine before it is ready: compile kernels, capture CUDA graphs, run a first request.
 
-Which kernels are compiled depends on the widths of a model, not on its weights. So while the weights are loaded, a randomly initialized
-model of two layers runs every declared size of a step with kernels that are compiled in parallel and not launched.
+The kernels that a model needs depend on its widths, not on its weights. So while the weights are loaded, a randomly
+initialized model with few layers runs every declared step size, with kernels that are compiled in parallel and not
+launched.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from saccade.processor.folder import read_config
 logger = logging.getLogger(__name__)
 
 _VOCABULARY = 1024
+"""Vocabulary size of the small model."""
 _MAX_THREADS = 16
+"""Maximum number of compiling threads."""
 
 
 @contextlib.contextmanager
 def compile_kernels(
     folder: str | Path, config: EngineConfig, *, device: str | torch.device, dtype: str | torch.dtype | None
 ) -> Iterator[None]:
-    """Compile the kernels of the folder's model in a thread while the body runs. No effect on a CPU."""
+    """Compile the kernels of a checkpoint's model in a thread while the body runs. No effect on a CPU."""
     device = resolve_device(device)
     if device.type != "cuda":
         yield
@@ -57,7 +60,7 @@ def compile_kernels(
 
 
 def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dtype: str | torch.dtype | None) -> None:
-    """Errors are only logged: nothing depends on this, and real ones are raised again by the engine."""
+    """Compile kernels. Errors are only logged: a real one is raised again when the engine starts."""
     try:
         raw = read_config(Path(folder))
         stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
@@ -79,7 +82,7 @@ def small_runner(
     model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,
 ) -> Runner:  # fmt: skip
-    """A runner of a randomly initialized model of these widths, with few layers."""
+    """A runner of a randomly initialized model with the same widths and few layers."""
     model_config = _with_few_layers(model_config)
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
@@ -89,7 +92,7 @@ def small_runner(
             if isinstance(module, QuantizedLinear):
                 module.to_empty(device=device).to(dtype)
                 for parameter in module.parameters():
-                    parameter.zero_()  # a weight may be random memory, an order of inputs may not
+                    parameter.zero_()  # a permutation of inputs must have valid indices
     merge_storage(model)
     max_length = config.max_length or model_config.language.max_positions
     small = dataclasses.replace(config, encoder_cache_tokens=1024)
@@ -98,9 +101,9 @@ def small_runner(
 
 
 def _with_few_layers(config: ModelConfig) -> ModelConfig:
-    """The same widths with two decoder layers (the first has no residual to add) and encoder layers of each kind.
+    """The same widths with two decoder layers (the first adds no residual) and one encoder layer of each kind.
 
-    The vocabulary keeps its remainder by 16, which kernels are specialized for.
+    The vocabulary size keeps its remainder by 16, on which kernels are specialized.
     """
     vision = config.vision.with_few_layers()
     vocab_size = min(config.language.vocab_size, _VOCABULARY + config.language.vocab_size % 16)
@@ -112,7 +115,7 @@ def _with_few_layers(config: ModelConfig) -> ModelConfig:
 
 @torch.inference_mode()
 def compile_all_sizes(runner: Runner) -> None:
-    """Run all declared sizes on padding, within `launch.compile_only`: the results are not used."""
+    """Run all declared sizes on padding. Within `launch.compile_only` this compiles kernels without launching them."""
     profile_largest_step(runner)
     with runner.on_stream():
         runner.forward_pass.run_padding()
@@ -124,7 +127,7 @@ def compile_all_sizes(runner: Runner) -> None:
 
 @torch.inference_mode()
 def warm_up(runner: Runner) -> None:
-    """Capture CUDA graphs of all declared sizes of steps and passes. No effect without CUDA graphs."""
+    """Capture CUDA graphs of all declared step sizes and encoder budgets. No effect without CUDA graphs."""
     if runner.forward_pass.graphs is None:
         return
     with runner.on_stream():
@@ -138,7 +141,7 @@ def warm_up(runner: Runner) -> None:
 
 @torch.inference_mode()
 def profile_largest_step(runner: Runner) -> None:
-    """Run the largest pass and the largest step on padding: compiles kernels and shows how much memory they need."""
+    """Run the largest encoder pass and the largest step on padding: compiles kernels, allocates their peak memory."""
     model, max_patches = runner.model, runner.config.max_encoder_patches
     with runner.on_stream():
         if max_patches >= 4 * model.config.vision.patches_per_token:
@@ -152,8 +155,11 @@ def profile_largest_step(runner: Runner) -> None:
 
 @torch.inference_mode()
 def run_blank_request(runner: Runner) -> Failure | None:
-    """Run a request with a small image as any other, and copy a page. That loads what torch runs outside the captured graphs; otherwise
-    the first request on a fresh machine waits a third of a second for it. Returns why it failed, if it did."""
+    """Run a request with a small image like any other, and copy a page. Returns its failure, if any.
+
+    This loads what torch runs outside of captured graphs; otherwise the first request on a fresh machine waits a third
+    of a second for it.
+    """
     vision, page_size = runner.model.config.vision, runner.config.page_size
     grid, num_patches = runner.model.vision.square_grid(0)
     num_features = runner.model.vision.layout([grid]).sizes.num_tokens
@@ -162,7 +168,7 @@ def run_blank_request(runner: Runner) -> Failure | None:
     fits = num_tokens <= runner.info.max_length and len(pages) <= runner.cache.num_pages
     if not fits or len(slots) * ENCODER_SLOT_TOKENS > runner.images.num_features:
         return None
-    name, span = "warm-up", ImageSpan(key=b"", start=0, num_tokens=num_features, num_patches=num_patches)
+    request_id, span = "warm-up", ImageSpan(key=b"", start=0, num_tokens=num_features, num_patches=num_patches)
     patches = np.zeros((num_patches, vision.in_channels * vision.patch_size**2), np.uint8)
     prompt = TokenPrompt(
         token_ids=[0] * num_tokens,
@@ -170,19 +176,19 @@ def run_blank_request(runner: Runner) -> Failure | None:
         images=(PromptImage(span=span, grid=grid, patches=patches),),
     )
     chunk = Chunk(
-        request_id=name, slot=0, start=0, num_tokens=num_tokens, new_pages=tuple(pages), images=(ImageFeatures(0, tuple(slots)),),
-        reads_last_token=False, drafts=(), samples=True,
+        request_id=request_id, slot=0, start=0, num_tokens=num_tokens, new_pages=tuple(pages),
+        images=(ImageFeatures(0, tuple(slots)),), reads_last_token=False, drafts=(), samples=True,
     )  # fmt: skip
     plan = StepPlan(
-        number=-1,  # before the first
+        number=-1,  # before the first step of the core
         chunks=(chunk,),
-        images=(ImageToEncode(name, 0, span.key, tuple(slots)),),
+        images=(ImageToEncode(request_id, 0, span.key, tuple(slots)),),
         encoder_parts=ENCODER_PARTS,
         pass_parts=ENCODER_PARTS,
         page_copies=((0, runner.cache.num_pages - 1),) if len(pages) < runner.cache.num_pages else (),
-        started=(SlotStart(name, 0, ()),),
+        started=(SlotStart(request_id, 0, ()),),
     )
-    runner.register(Request(id=name, token_ids=prompt.token_ids, images=(span,)), prompt)
+    runner.register(Request(id=request_id, token_ids=prompt.token_ids, images=(span,)), prompt)
     [result] = runner.sample(runner.forward(plan)).read().chunks
-    runner.unregister(name)
+    runner.unregister(request_id)
     return result.failure

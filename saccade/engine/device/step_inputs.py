@@ -1,10 +1,11 @@
-"""Input tensors of a step in one int32 buffer: filled on the host, uploaded by one copy, split into tensors on the device.
+"""Input tensors of a step in one int32 buffer: filled on the host, uploaded by one copy, split into tensors.
 
 Legend: T tokens, R requests, S sampled tokens.
 
-The decode requests of a step come first, one token each, then the chunks of the others. Host and device split the buffer with the
-same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the graph's size: the requests of both parts are
-filled up with *padding*, requests without tokens, and the tokens behind the last with tokens that are stored nowhere.
+The decode requests of a step come first, with one token each, then the chunks of the other requests. Host and device
+split the buffer with the same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the
+graph's size with *padding*: requests without tokens in both parts, and trailing tokens whose keys and values are not
+stored.
 
 Page tables stay on the device, one row per slot; a step uploads only its new pages.
 """
@@ -37,47 +38,47 @@ class InputSizes(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each part, in the order of `StepInputs`."""
+        """Number of elements of each field, in the order of `StepInputs`."""
         tokens, requests, samples = self
         return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, requests, samples, samples
 
     @property
     def total(self) -> int:
-        """Elements of the buffer."""
+        """Number of elements of the buffer."""
         return sum(map(_aligned, self.lengths))
 
     def last_part(self, buffer: Tensor) -> Tensor:
-        """The part that `split` would return last: a slice of a tensor takes microseconds."""
+        """The last field that `split` returns, without the microseconds of slicing the others."""
         return buffer[self.total - _aligned(self.num_samples) :]
 
 
 class StepInputs(NamedTuple, Generic[Array]):
-    """The parts of the buffer, all int32."""
+    """Views of the buffer, all int32."""
 
     token_ids: Array
-    """[T]"""
+    """[T]: known token ids."""
     last_token_slots: Array
-    """[T]: the request slot whose last sampled token this is; the number of slots where `token_ids` has it."""
+    """[T]: the request slot whose last sampled token this is; the number of slots if `token_ids` has the token."""
     positions: Array
-    """[3, T]"""
+    """[3, T]: positions for the rotary embedding."""
     slot_mapping: Array
-    """[T]: the KV slot that keys and values are written to."""
+    """[T]: KV slot of each token; the number of KV slots for padding."""
     feature_index: Array
-    """[T]: index of the token's features in the encoder cache; the size of the cache if it has none."""
+    """[T]: index of the token's features in the encoder cache; the size of the cache for other tokens."""
     cu_seqlens: Array
-    """[R + 1]"""
+    """[R + 1]: cumulative numbers of tokens."""
     context_lengths: Array
-    """[R]"""
+    """[R]: tokens of each request including those of the step; 0 for padding."""
     slots: Array
-    """[R]: their rows of the page table."""
+    """[R]: request slot of each request, its row of the page table."""
     sampled: Array
-    """[S]: indices of the tokens after which one is sampled."""
+    """[S]: indices of the tokens after which a token is sampled."""
     sampled_slots: Array
-    """[S]: the request slot whose last token the sampled one is; the number of slots for a sample after a draft, which may be rejected."""
+    """[S]: the request slot of each sample; the number of slots for a chunk with drafts, which may be rejected."""
 
 
 def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
-    """Views of a flat buffer of `sizes.total` elements or more."""
+    """Split a flat buffer of at least `sizes.total` elements into views."""
     parts, start = [], 0
     for length in sizes.lengths:
         parts.append(buffer[start : start + length])
@@ -87,12 +88,12 @@ def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
 
 
 def _aligned(length: int) -> int:
-    """Parts start at multiples of 16 bytes: Triton compiles another kernel for pointers that do not."""
+    """Round up to 16 bytes: Triton compiles another kernel for pointers that are not aligned."""
     return -(-length // 4) * 4
 
 
 class RequestInputs:
-    """What the runner keeps of an open request: its inputs, and its known tokens as of the start of its slot."""
+    """Inputs of an open request, and the tokens that were known when it got its slot."""
 
     __slots__ = ("adapter_slot", "first_output_position", "prompt", "request", "token_ids")
 
@@ -102,7 +103,7 @@ class RequestInputs:
         self.first_output_position = int(prompt.positions[:, -1].max()) + 1
 
     def positions(self, start: int, end: int) -> NDArray[np.int64]:
-        """[3, end - start] positions of tokens of the prompt or the output."""
+        """[3, end - start]: positions of prompt or output tokens."""
         num_prompt = len(self.prompt.token_ids)
         shift = self.first_output_position - num_prompt
         if start >= num_prompt:
@@ -113,7 +114,7 @@ class RequestInputs:
 
 
 class InputBuilder:
-    """Fills step inputs from chunks. Keeps the page table of every slot, to which chunks append."""
+    """Fills step inputs from chunks. Keeps a host copy of the page tables, to which chunks append."""
 
     def __init__(
         self, *, max_requests: int, page_size: int, max_pages: int, num_kv_slots: int, num_features: int
@@ -125,14 +126,14 @@ class InputBuilder:
         self._position_shift = np.zeros(max_requests, dtype=np.int64)
 
     def start_slot(self, slot: int, inputs: RequestInputs) -> None:
-        """Clear the page table of a slot for a request."""
+        """Clear the page table of a slot for a new request."""
         self._num_pages[slot] = 0
         self._position_shift[slot] = inputs.first_output_position - len(inputs.prompt.token_ids)
 
     def append_pages(self, chunks: Sequence[Chunk]) -> Ints | None:
-        """Append the chunks' new pages. Once per plan, also for chunks that are not computed in the end.
+        """Append the new pages of chunks. Called once per plan, also if some chunks are not computed.
 
-        [2, pages]: where they are in the flattened page table, and the pages. None: there are none.
+        Returns [2, pages]: indices into the flattened page table, and the pages. None: there are no new pages.
         """
         index: list[int] = []
         pages: list[int] = []
@@ -156,7 +157,7 @@ class InputBuilder:
         prefill: Sequence[Chunk],
         requests: Mapping[str, RequestInputs],
     ) -> None:
-        """Fill the inputs of a step with room for `num_decode` decode requests; the rest of `out` is padding."""
+        """Fill the inputs of a step with room for `num_decode` decode requests. Unused room is filled with padding."""
         n = len(decode)
         out.cu_seqlens[: n + 1] = np.arange(n + 1)
         out.cu_seqlens[n + 1 : num_decode + 1] = n
@@ -165,7 +166,7 @@ class InputBuilder:
         self._fill_decode(out, decode, requests)
         token, sample = self._fill_prefill(out, num_decode, n, prefill, requests)
         end = num_decode + len(prefill)
-        out.cu_seqlens[end + 1 :] = token  # requests without new tokens
+        out.cu_seqlens[end + 1 :] = token  # padding requests without tokens
         out.context_lengths[end:] = 0
         out.slots[end:] = 0
         out.sampled[sample:] = 0
@@ -184,7 +185,7 @@ class InputBuilder:
         out.last_token_slots[:n] = slots
         out.positions[:, :n] = starts + self._position_shift[slots]
         for index in [index for index, chunk in enumerate(chunks) if not chunk.reads_last_token]:
-            chunk = chunks[index]  # the last token of a prompt whose others are cached
+            chunk = chunks[index]  # the last token of a prompt whose other tokens are cached
             inputs = requests[chunk.request_id]
             out.token_ids[index] = inputs.token_ids[chunk.start]
             out.last_token_slots[index] = self._max_requests
@@ -201,7 +202,7 @@ class InputBuilder:
         self, out: StepInputs[Ints], first_request: int, num_decode: int, chunks: Sequence[Chunk],
         requests: Mapping[str, RequestInputs],
     ) -> tuple[int, int]:  # fmt: skip
-        """Returns the tokens and samples filled so far."""
+        """Fill the chunks after the decode requests. Returns the number of tokens and samples filled so far."""
         token = sample = num_decode
         for number, chunk in enumerate(chunks, start=first_request):
             inputs, end = requests[chunk.request_id], token + chunk.num_tokens
@@ -236,7 +237,7 @@ class InputBuilder:
         return token, sample
 
     def _fill_padding(self, out: StepInputs[Ints], start: int) -> None:
-        """Tokens of no request: computed, but stored nowhere."""
+        """Fill the tokens from `start` on with padding, whose keys and values are not stored."""
         out.token_ids[start:] = 0
         out.last_token_slots[start:] = self._max_requests
         out.positions[:, start:] = 0
@@ -245,21 +246,21 @@ class InputBuilder:
 
 
 def table_width(max_context: int, page_size: int) -> int:
-    """Width of the page table, a multiple of 16: Triton compiles another kernel for strides that are not."""
+    """Width of the page table, rounded up to 16: Triton compiles another kernel for strides that are not."""
     return -(-max_context // (page_size * 16)) * 16
 
 
 def feature_index(slots: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
-    """Encoder-cache indices of the features of tokens start .. end of an image."""
+    """Encoder-cache indices of the features of an image's tokens `start` to `end`."""
     index = np.arange(start, end)
     return np.asarray(slots)[index // ENCODER_SLOT_TOKENS] * ENCODER_SLOT_TOKENS + index % ENCODER_SLOT_TOKENS
 
 
 class StepBuffers:
-    """Two host buffers and one device buffer.
+    """Two host buffers and one device buffer for step inputs.
 
-    A step is filled while the previous one may still be waiting for its copy, so the host buffers alternate. Before a buffer is
-    filled again its last copy is waited for; it has nearly always completed long ago.
+    A step is filled while the previous step may still be waiting for its copy, so the host buffers alternate. A buffer
+    is only filled again after its last copy is complete, which it nearly always is.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -271,12 +272,12 @@ class StepBuffers:
 
     @property
     def capacity(self) -> int:
-        """Elements a step may have."""
+        """Maximum elements of a step."""
         return len(self._hosts[0])
 
     @property
     def uploaded(self) -> Tensor:
-        """The last upload, on the device. On a GPU it is always the same memory."""
+        """The last upload, on the device. On a GPU it is always in the same memory."""
         return self._hosts[self._current] if self._device is None else self._device
 
     def next_host(self) -> Ints:
@@ -288,7 +289,7 @@ class StepBuffers:
         return array
 
     def upload(self, total: int) -> Tensor:
-        """Copy what was filled last to the device, without waiting for it."""
+        """Queue the copy of the first `total` elements that were filled last to the device."""
         if self._device is not None:
             self._device[:total].copy_(self._hosts[self._current][:total], non_blocking=True)
             if self._copied:

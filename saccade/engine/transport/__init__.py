@@ -1,1 +1,1 @@
-"""Transports connect a front end with a core: in a thread (`thread.py`) or in a process of its own (`process.py`)."""
+"""Transports connect a front end with a core, which runs in a thread (`thread.py`) or a process (`process.py`)."""

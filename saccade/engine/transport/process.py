@@ -1,10 +1,11 @@
-"""The engine core in a process of its own: its interpreter is not shared with tokenizing, image handling and HTTP.
+"""The engine core in its own process, so that tokenizing, image handling and HTTP do not share its interpreter.
 
     front end  --frames-->  core process: load, warm up, serve  --frames-->  front end
 
-A frame is a length and a msgpack message of plain data, never a pickle. Patches travel as shared memory, by file descriptors that are sent
-with the frame (`shared_images.py`). A request that cannot be sent or read fails alone. If the front end dies, the kernel kills the core
-process. If the core process dies, or its outputs cannot be read, every open request fails.
+A frame is a length and a msgpack message of plain data, never a pickle. Patches are passed in shared memory, by file
+descriptors that are sent with the frame (`shared_images.py`). If a request cannot be sent or read, only that request
+fails. If the front end dies, the kernel kills the core process. If the core process dies, or its outputs cannot be
+read, every open request fails.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = 8
 _CLOSE_S = 10.0
 _CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "10000"}
-"""Of a core that computes on the CPU, unless set by the user. Weights in huge pages: one decode step reads all of them, at 28 GB/s instead of
-19 (two cores, fp32). Idle OpenMP threads sleep after about 0.1 ms instead of 4: alone no slower, beside other work several times as fast."""
+"""Environment of a core that computes on a CPU, unless the user sets these variables.
+
+Weights are in huge pages, because a decode step reads all of them. Idle OpenMP threads sleep after about 0.1 ms
+instead of 4, so that other processes can use the CPU.
+"""
 _MAIN = "import gc; gc.disable(); from saccade.engine.transport.process import main; main()"
-"""Until the core is loaded nothing is collected: collections while torch is imported take a seventh of the time and find nothing."""
+"""Program of the core process. Garbage collection is off until the core is loaded: it would slow down the imports."""
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
 _UNREADABLE = Failure("running", "the engine core's outputs cannot be read; restart the engine", "engine_stopped")
 _NO_RESOURCES = Failure(
@@ -76,27 +80,29 @@ class Connection:
         import msgpack
 
         self._socket, self._lock = connection, threading.Lock()
-        # Outputs are tuples, with a Failure or TokenLogprobs in few of them.
+        # Outputs are tuples; dataclasses in them, such as Failure, become tuples too.
         self._pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True, default=dataclasses.astuple).pack
         self._unpack = msgpack.unpackb
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message and file descriptors. ConnectionError: the other end is gone. Any other error: nothing was sent."""
+        """Send a message and file descriptors. ConnectionError: the other end is gone. Other errors: nothing was sent."""
         with self._lock:
             data = self._pack(message)
             header = len(data).to_bytes(_HEADER_BYTES, "little")
             if fds:
-                socket.send_fds(self._socket, [header], fds)  # too short to be sent in part
+                socket.send_fds(self._socket, [header], fds)  # too short to be sent partially
                 header = b""
             try:
                 self._socket.sendall(header + data)
             except OSError as error:
-                self.shut_down()  # no frame can follow a part of one
+                self.shut_down()  # no frame can follow a partial one
                 raise ConnectionError("the other end is gone") from error
 
     def receive(self, *, as_tuples: bool = False) -> tuple[Any, list[int]]:
-        """The next message and its file descriptors, fewer if this process cannot open more; arrays are lists, or tuples. EOFError: the
-        other end is gone."""
+        """The next message and its file descriptors, fewer if this process cannot open more.
+
+        Arrays are lists, or tuples. EOFError: the other end is closed.
+        """
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER_BYTES, MAX_SEGMENTS)
         header += self._read(_HEADER_BYTES - len(header))
         data = self._read(int.from_bytes(header, "little"))
@@ -113,12 +119,12 @@ class Connection:
         return bytes(data)
 
     def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
-        """End both directions, or one of them. Never waits; a `send` in progress fails."""
+        """Shut down both directions, or one of them. Never waits; a `send` in progress fails."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(how)
 
     def close(self) -> None:
-        """End both directions and free the socket."""
+        """Shut down both directions and close the socket."""
         self.shut_down()
         self._socket.close()
 
@@ -129,7 +135,7 @@ _ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile | AddAd
 
 
 def _encode_message(message: Message, places: Sequence[Place] = ()) -> dict[str, Any]:
-    """A message as plain data; `places` are those of a request's patches in shared memory."""
+    """A message as plain data. `places`: the patches of a request's images in shared memory."""
     if isinstance(message, EndRequest):
         return {"type": "end", **dataclasses.asdict(message)}
     if not isinstance(message, AddRequest):
@@ -180,7 +186,7 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
 
 
 def decode_outputs(outputs: Sequence[tuple[Any, ...]]) -> list[RequestOutput]:
-    """Outputs of the fields that they were sent as."""
+    """Outputs from their fields, as received."""
     return [_decode_output(fields) for fields in outputs]
 
 
@@ -204,7 +210,7 @@ def _decode_logprobs(tokens: tuple[Any, ...]) -> tuple[TokenLogprobs, ...]:
 
 
 class CoreProcess:
-    """A core in a process of its own. `send` may be called from any thread; `on_outputs` is called from a reader thread."""
+    """A core in its own process. `send` may be called from any thread; `on_outputs` is called from a reader thread."""
 
     def __init__(
         self,
@@ -215,7 +221,7 @@ class CoreProcess:
         on_outputs: OnOutputs,
         on_stop: OnStop,
     ) -> None:
-        """Start it and wait until it is ready. Raises what loading raised."""
+        """Start the process and wait until it is ready. Raises the errors of loading."""
         self._on_outputs, self._on_stop = on_outputs, on_stop
         self._shared = SharedImages()
         self._is_closing = False
@@ -224,7 +230,7 @@ class CoreProcess:
         with theirs:
             command = [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
             environment = (_CPU_ENVIRONMENT if resolve_device(device).type == "cpu" else {}) | os.environ
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)  # noqa: S603  our own module
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)  # noqa: S603  our module
         self._connection = Connection(ours)
         try:
             ready = self._load(
@@ -246,7 +252,7 @@ class CoreProcess:
         self._reader.start()
 
     def _load(self, setup: dict[str, Any]) -> dict[str, Any]:
-        """Wait until the core is ready; returns what it says of itself."""
+        """Send the setup and wait until the core is ready. Returns its reply."""
         try:
             self._connection.send(setup)
             ready, _ = self._connection.receive()
@@ -259,7 +265,7 @@ class CoreProcess:
 
     @property
     def pid(self) -> int:
-        """Of the core process."""
+        """Process id of the core process."""
         return self._process.pid
 
     @property
@@ -268,7 +274,10 @@ class CoreProcess:
         return self._statistics
 
     def send(self, message: Message) -> None:
-        """Send a message to the core. No effect when it is gone: its requests have failed. A request that cannot be sent fails."""
+        """Send a message to the core. A request that cannot be sent fails.
+
+        No effect if the core process is gone: its requests have failed already.
+        """
         with contextlib.suppress(ConnectionError):
             if not isinstance(message, AddRequest):
                 self._connection.send(_encode_message(message))
@@ -307,7 +316,7 @@ class CoreProcess:
         except BaseException:
             logger.exception("the engine core's outputs cannot be read")
             failure = _UNREADABLE
-            self._connection.shut_down()  # the core stops: it cannot send any more
+            self._connection.shut_down()  # the core stops, as it can send no more
         if not self._is_closing:
             self._on_stop(failure)
 
@@ -316,13 +325,13 @@ class CoreProcess:
 
 
 def serve(connection: Connection) -> None:
-    """Load a core as the first frame specifies, then serve until the connection ends."""
+    """Load a core as the first frame specifies, then serve until the connection is closed."""
     from saccade.engine.load_core import load_core
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
-    if resolve_device(setup["device"]).type != "cpu":  # where a start takes long anyway
-        import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it stalls requests for a second
+    if resolve_device(setup["device"]).type != "cpu":  # a start on a CPU should stay quick
+        import torch._dynamo  # noqa: F401  the profiler needs it; a later import would stall requests
     if setup["logs_json"]:
         set_up_logging(as_json=True)
     try:
@@ -334,8 +343,8 @@ def serve(connection: Connection) -> None:
         return
     gc.collect()
     gc.enable()
-    gc.freeze()  # a full collection over all that torch has imported would take 0.1 s between two steps
-    atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
+    gc.freeze()  # a full collection over all imported objects would take 0.1 s between two steps
+    atexit.register(gc.unfreeze)  # otherwise Triton's bindings report leaks
     connection.send({"info": dataclasses.asdict(core.info)})
     threading.Thread(target=_receive, args=(connection, core.inbox), name="saccade-core-reader", daemon=True).start()
 
@@ -346,7 +355,7 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    """Put messages into the inbox until the connection ends. A request that cannot be read fails alone."""
+    """Put messages into the inbox until the connection is closed. A request that cannot be read fails alone."""
     try:
         while True:
             message, fds = connection.receive()
@@ -374,7 +383,7 @@ def _failed(request_id: str, failure: Failure) -> RequestOutput:
 
 
 def main() -> None:
-    """The core process: its arguments are the file descriptor of the connection and the process id of the front end."""
+    """Entry point of the core process. Arguments: file descriptor of the connection, process id of the front end."""
     quick_exit = QuickExit()
     set_up_logging()
     follow_parent(int(sys.argv[2]))

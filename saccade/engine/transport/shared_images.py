@@ -1,10 +1,10 @@
-"""Patches of prompts in memory that the front end shares with a core process.
+"""Share the patches of prompts between the front end and a core process.
 
     front end: SharedImages.share(images) -> segments, places  --file descriptors, places-->  core: map_patches(...)
 
-The new images of a request are written one after another into one segment, an anonymous file. So a request has few file descriptors
-however many images it has: the kernel passes at most 253 with a message, and a video may consist of 384 images. Recent segments are kept,
-since prompts often share an image.
+The new images of a request are written into one segment, an anonymous file. So a request needs few file descriptors
+however many images it has: the kernel passes at most 253 with a message, and a video may have 384 images. Recent
+segments are kept, because prompts often share images.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from saccade.engine.prompt import PromptImage
 from saccade.workers.shared_memory import MappedMemory, SharedMemory
 
 MAX_SEGMENTS = 16
-"""Segments of one request; images of more are copied into a new one. The kernel also bounds the descriptors of all messages that are not
-received yet, by the limit on open files."""
+"""Maximum segments of one request; if its images are in more, they are copied into a new segment. The limit on open
+files also bounds the descriptors of all messages that are not received yet."""
 _MAX_KEPT_SEGMENTS = 256
+"""Maximum number of segments that are kept."""
 _MAX_KEPT_BYTES = 512 * 2**20
-"""Size of the segments that are kept; a long video alone has a gigabyte."""
+"""Maximum total size of the kept segments; one long video takes a gigabyte."""
 
 Place = tuple[int, int]
-"""Where the patches of an image are: the index of a segment among those of its request, and the first byte in it."""
+"""Location of an image's patches: index of the segment among those of its request, and offset in bytes."""
 _Key = tuple[bytes, int]
-"""The key of an image and the size of its patches: a worker that preprocesses an image again may send something else."""
+"""Key of an image and size of its patches, which may differ if the image is preprocessed again."""
 
 
 class _Patches(NamedTuple):
@@ -41,19 +42,22 @@ class _Patches(NamedTuple):
 
 
 class SharedImages:
-    """Images in shared memory. Any thread may use it."""
+    """Writes images into shared memory and keeps recent ones. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[SharedMemory, tuple[int, Sequence[_Key]]] = OrderedDict()
-        """Size of each segment and its images, the least recently used first."""
+        """Size and images of each kept segment, least recently used first."""
         self._num_kept_bytes = 0
         self._patches: dict[_Key, _Patches] = {}
-        """Images in segments that are kept."""
+        """Location of the images in kept segments."""
 
     def share(self, images: Sequence[PromptImage]) -> tuple[list[SharedMemory], list[Place]]:
-        """Segments that hold the patches of these images, which the caller holds until their descriptors are sent, and the places of the
-        images. OSError: there is no memory or no file descriptor left."""
+        """Segments with the patches of these images, and the place of each image.
+
+        The caller keeps the segments until their descriptors are sent. OSError: memory or file descriptors are
+        exhausted.
+        """
         with self._lock:
             keys = [(image.span.key, image.patches.nbytes) for image in images]
             usable = {key: self._patches[key] for key in keys if key in self._patches}
@@ -82,7 +86,7 @@ class SharedImages:
         return written
 
     def _evict(self) -> None:
-        """Free the least recently used segments; the core has mapped those that it still needs."""
+        """Free the least recently used segments. The core has mapped those that it still uses."""
         while len(self._kept) > _MAX_KEPT_SEGMENTS or self._num_kept_bytes > _MAX_KEPT_BYTES:
             oldest, (num_bytes, keys) = self._kept.popitem(last=False)
             self._num_kept_bytes -= num_bytes
@@ -94,8 +98,11 @@ class SharedImages:
 def map_patches(
     fds: Sequence[int], places: Sequence[Place], shapes: Sequence[tuple[int, ...]]
 ) -> list[NDArray[np.uint8]]:
-    """The patches of images of these shapes, read-only. A mapping lives as long as its arrays; the descriptors may be closed. OSError: not
-    all descriptors arrived, or a segment cannot be mapped."""
+    """The patches of images with these shapes, read-only.
+
+    A mapping lives as long as its arrays; the descriptors may be closed. OSError: not all descriptors arrived, or a
+    segment cannot be mapped.
+    """
     num_segments = 1 + max((index for index, _ in places), default=-1)
     if len(fds) < num_segments:
         raise OSError(errno.EMFILE, f"{len(fds)} of {num_segments} file descriptors arrived")

@@ -16,16 +16,19 @@ logger = logging.getLogger(__name__)
 
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
-"""Called once, when the core has stopped by itself: no request it has gets another output."""
+"""Called once if the core stops by itself; its open requests get no more output."""
 
 _POLL_S = 0.0005
-"""Longest wait for a message before a running step is looked at again."""
+"""Maximum time to wait for a message before checking whether the running step is done."""
 
 STOPPED = Failure("running", "the engine has stopped; restart it", "engine_stopped")
 
 
 class CoreThread:
-    """Runs a core. `send` may be called from any thread; `on_outputs` is called from the core's thread and must return at once."""
+    """Runs a core in a thread.
+
+    `send` may be called from any thread. `on_outputs` is called from the core's thread and must return at once.
+    """
 
     def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_stop: OnStop) -> None:
         self.info = core.info
@@ -43,7 +46,7 @@ class CoreThread:
         self._core.inbox.put(message)
 
     def close(self) -> None:
-        """Stop after the step in progress. Open requests get no more output."""
+        """Stop the core after the step in progress. Open requests get no more output."""
         self._core.inbox.put(None)
         self._thread.join()
         self._core.close()
@@ -57,11 +60,11 @@ class CoreThread:
 
 
 def run_core(core: EngineCore, on_outputs: OnOutputs) -> None:
-    """Run a core until its inbox has None: handle messages, run steps, pass outputs on."""
+    """Handle messages, run steps and pass on outputs until the inbox has None."""
     is_closing = False
 
     def handle_one(waits: bool, timeout_s: float | None) -> bool:
-        """Handle a message if there is one; whether there was."""
+        """Handle one message. False: there was none."""
         nonlocal is_closing
         try:
             message = core.inbox.get(waits, timeout_s)

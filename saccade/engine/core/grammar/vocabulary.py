@@ -49,8 +49,8 @@ class Vocabulary:
         if not eos_ids or max(eos_ids) >= num_tokens or vocab_size < num_tokens:
             raise CheckpointError(
                 f"the tokenizer has {num_tokens} tokens, the model {vocab_size}, and the output ends with "
-                f"{list(eos_ids)}; structured output needs an end-of-sequence token among those of the tokenizer, and a "
-                "model that has them all"
+                f"{list(eos_ids)}; structured output needs an end-of-sequence token among those of the tokenizer, and "
+                "a model that has them all"
             )
         try:
             self.tokenizer = self._library.LLTokenizer(
