@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
+from saccade.fleet.objectives import Objective, check_measurable
 from saccade.fleet.probes import Probe
+from saccade.fleet.rollout import RolloutPolicy
 from saccade.serve.config import ServeConfig
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -107,12 +109,17 @@ class ModelConfig:
     """Replicas that encode images for the engines. None: engines encode their own images."""
     probes: tuple[Probe, ...] = ()
     """Questions that a new version answers correctly before it gets traffic."""
+    objectives: tuple[Objective, ...] = ()
+    """Promises about every version. A new one that breaks any of them is rolled back."""
+    rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
+    """How a new version replaces the running one."""
 
     def __post_init__(self) -> None:
         _check_name("model", self.name)
         _check_distinct(f"versions of model {self.name!r}", (version.name for version in self.versions))
         _check_distinct(f"probes of model {self.name!r}", (probe.name for probe in self.probes))
         self._check_traffic()
+        check_measurable(self.objectives, num_probes=len(self.probes), min_requests=self.rollout.min_requests)
         if len(self.live_versions) > self.engines.max_replicas:
             raise ConfigError(
                 f"model {self.name!r} has {len(self.live_versions)} versions with traffic, and "
