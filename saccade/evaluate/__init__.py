@@ -2,9 +2,10 @@
 
     read examples -> ask the model -> append each answer to the results folder -> score -> report
 
-Start reading at `run.py`. `example.py` and `readers/` define what is asked, `tasks/` how it is asked and scored (published benchmarks too), `metrics/` the scores
-themselves, `model.py` what can be asked. `statistics.py` has the intervals, `comparison.py` the differences between two results,
-`results.py` the results folder, `report.py`, `tables.py` and `page.py` what people read.
+Start reading at `run.py`. `example.py` and `readers/` define the examples, `tasks/` how they are asked and scored
+(published benchmarks too), `metrics/` the scores, `model.py` the model that answers. `statistics.py` has the intervals,
+`comparison.py` the differences between two results, `results.py` the results folder, `report.py`, `tables.py` and
+`page.py` the reports.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Compare two results on the examples they share: which differences are significant, and which examples changed.
 
-Both models answered the same questions, so differences are paired: an interval by bootstrap, a p-value by permutation. The metrics of a
-task are tested at once, so their p-values are adjusted (Holm); a difference is significant below 0.05.
+Both models answered the same questions, so differences are paired: an interval by bootstrap, a p-value by permutation.
+The metrics of a task are tested at once, so their p-values are adjusted (Holm); a difference is significant below 0.05.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class MetricComparison:
     difference: float
     """First minus second."""
     low: float
-    """Lower end of its 95 % interval."""
+    """Lower end of the 95 % interval of the difference."""
     high: float
-    """Upper end."""
+    """Upper end of the interval."""
     p_value: float
-    """Adjusted for the number of metrics of the task."""
+    """p-value, adjusted for the number of metrics of the task."""
     higher_is_better: bool
     """Whether a positive difference is an improvement."""
 
     @property
     def is_significant(self) -> bool:
-        """Whether chance is an unlikely explanation."""
+        """Whether the difference is significant."""
         return self.p_value < SIGNIFICANCE
 
     @property
@@ -60,13 +60,13 @@ class Change:
     task: str
     """Name of the task."""
     id: str
-    """The example."""
+    """Id of the example."""
     ours: Mapping[str, Any]
     """Record of the first results."""
     theirs: Mapping[str, Any]
     """Record of the second."""
     difference: float
-    """In the task's first metric with a value per example; positive where the first is better."""
+    """Difference in the task's first metric with a value per example; positive if the first is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +78,18 @@ class Comparison:
     theirs: str
     """Name of the second."""
     metrics: tuple[MetricComparison, ...]
-    """Task by task."""
+    """Compared metrics, task by task."""
     changes: Mapping[str, tuple[Change, ...]]
-    """By task: largest improvement first, largest loss last."""
+    """Changed examples by task: the largest improvement first, the largest loss last."""
     num_shared: Mapping[str, int]
-    """By task: examples in both results."""
+    """Number of examples in both results, by task."""
 
     def of(self, task: str, metric: str) -> MetricComparison | None:
-        """The comparison of one metric."""
+        """Return the comparison of one metric."""
         return next((one for one in self.metrics if (one.task, one.metric) == (task, metric)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """For comparison.json: the metrics, and the changed examples by id."""
+        """Return the content of comparison.json: the metrics, and the changed examples by id."""
         return {
             "ours": self.ours,
             "theirs": self.theirs,
@@ -130,7 +130,7 @@ _Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 def _pairs(task: str, ours: Results, theirs: Results) -> list[_Pair]:
-    """Records of the same examples: equal id, question and references."""
+    """Pair the records of the same examples: id, question and references are equal."""
     by_id = {record["id"]: record for record in theirs.records(task)}
     pairs = [(record, by_id[record["id"]]) for record in ours.records(task) if record["id"] in by_id]
     same = [
@@ -144,7 +144,7 @@ def _pairs(task: str, ours: Results, theirs: Results) -> list[_Pair]:
 
 
 def _score_pairs(task: str, pairs: Sequence[_Pair]) -> dict[str, tuple[Metric, Metric]]:
-    """Metrics that both have, on the shared examples."""
+    """Score the metrics that both have on the shared examples."""
     one, other = (task_named(task).score([pair[side] for pair in pairs]) for side in (0, 1))
     return {name: (metric, other[name]) for name, metric in one.items() if name in other}
 
@@ -168,7 +168,7 @@ def _compare_metric(
 
 
 def _changes(task: str, scored: Mapping[str, tuple[Metric, Metric]], pairs: Sequence[_Pair]) -> tuple[Change, ...]:
-    """Examples whose value differs, best for the first model first."""
+    """Return the examples whose value differs, the best for the first model first."""
     for one, other in scored.values():
         if one.values is not None and other.values is not None:
             sign = 1 if one.higher_is_better else -1

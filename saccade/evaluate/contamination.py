@@ -1,4 +1,4 @@
-"""Evaluation images that the model was trained on: which examples show them, and the scores without those.
+"""Find evaluation images that the model was trained on, and score without the examples that show them.
 
 write the evaluation images as shards -> find them in the training data (`saccade.data.curate`) -> scores without them
 """
@@ -22,13 +22,13 @@ from saccade.evaluate.results import Results
 from saccade.evaluate.run import examples_of, score_records
 
 MAX_SAMPLES = 20_000
-"""Training samples that are compared without being asked to: measuring them takes about a minute."""
+"""Training samples that are compared without a request: measuring them takes about a minute."""
 
 
 def check_contamination(results: Results, training: Sequence[str], *, is_asked: bool) -> None:
     """Look for the images of all tasks in the training shards, and note the result with the scores of each task.
 
-    Large training sets that have not been measured yet are compared only if it `is_asked` for.
+    A large training set that was never measured is compared only if `is_asked`.
     """
     scores = results.scores
     skipped = [] if is_asked else [path for path in training if not _is_cheap(path)]
@@ -64,7 +64,7 @@ def _is_cheap(path: str) -> bool:
 
 
 def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> dict[str, bool]:
-    """Names of the images that a training sample shows, and whether one of them is the same file."""
+    """Return the names of the images that training samples show, and whether one of these is the same file."""
     images = {image.name: image for example in examples for image in example.images}
     names = {f"{number:08d}": name for number, name in enumerate(sorted(images))}
     found: dict[str, bool] = {}
@@ -84,7 +84,7 @@ def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> dict[str,
 
 
 def _members(data: bytes) -> dict[str, bytes] | None:
-    """An image as a sample; None if it cannot be decoded."""
+    """Return an image as the members of a sample; None if it cannot be decoded."""
     try:
         return {check_image(data): data, "json": json.dumps({"caption": "image"}).encode()}
     except UnusableError:
@@ -112,7 +112,8 @@ def _note(
 def _text(note: Mapping[str, Any], num_examples: int) -> str:
     more = ""
     if note["not_compared"]:
-        more = f"; not compared, because missing or large: {', '.join(note['not_compared'])} (--training-data compares them)"
+        names = ", ".join(note["not_compared"])
+        more = f"; not compared, because missing or large: {names} (--training-data compares them)"
     if not note["training"]:
         return f"training data was not searched for these images{more}"
     if not note["example_ids"]:
@@ -122,10 +123,10 @@ def _text(note: Mapping[str, Any], num_examples: int) -> str:
     num_seen, num_exact = len(note["example_ids"]), note["num_exact"]
     if num_exact == 0 and num_seen > num_examples / 2:
         return (
-            f"{num_seen} of {num_examples} examples show an image that looks like one of the training data, none the same file: "
-            f"rendered images look alike to this search{without}{more}"
+            f"{num_seen} of {num_examples} examples show an image that looks like one of the training data, none the "
+            f"same file: rendered images look alike to this search{without}{more}"
         )
     return (
-        f"possible contamination: {num_seen} of {num_examples} examples show an image of the training data, {num_exact} of them "
-        f"the same file{without}{more}"
+        f"possible contamination: {num_seen} of {num_examples} examples show an image of the training data, "
+        f"{num_exact} of them the same file{without}{more}"
     )

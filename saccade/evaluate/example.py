@@ -1,4 +1,4 @@
-"""An example: images, a question or none, and what a good answer is. Images are read when they are needed."""
+"""Examples: images, a question or none, and the expected answers. Images are read when they are needed."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from saccade.evaluate.model import Conversation
 
 
 class ExampleImage(Protocol):
-    """An encoded image somewhere."""
+    """An encoded image that can be read."""
 
     @property
     def name(self) -> str:
         """Identity of the image within its data: equal for the same image, different for different ones."""
 
     def read(self) -> bytes:
-        """The encoded image."""
+        """Return the encoded image."""
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image in a file of its own."""
+    """An image file."""
 
     path: Path
     name: str
-    """Its path relative to the data, or to the folder of images if one was given."""
+    """Path relative to the data, or to the folder of images if one was given."""
 
     def read(self) -> bytes:
-        """The file."""
+        """Read the file."""
         try:
             return self.path.read_bytes()
         except OSError as error:
@@ -44,39 +44,39 @@ class ImageFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One thing to ask. What a task does not need may be left out."""
+    """One example of a task. Fields that the task does not need may be left out."""
 
     id: str
-    """Unique in its data."""
+    """Id that is unique in the data."""
     images: tuple[ExampleImage, ...]
-    """In the order they are shown."""
+    """Images in the order they are shown."""
     question: str | None = None
-    """None: the example is an image with captions."""
+    """Question; None: the example is an image with captions."""
     references: tuple[str, ...] = ()
-    """Captions, or accepted answers."""
+    """Captions or accepted answers."""
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question; the references name the right one."""
     group: str = ""
     """Category that is scored apart, such as the sampling of POPE."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """What else a benchmark's score depends on."""
+    """Further fields on which a benchmark's score depends."""
     is_interleaved: bool = False
-    """Whether `<image 1>`, `<image 2>`, ... in the text are where the images are shown; else they are shown before the text."""
+    """Whether images are shown at `<image 1>`, `<image 2>`, ... in the text, instead of before it."""
 
     @property
     def image_key(self) -> str:
-        """Equal for examples about the same images: their scores are not independent."""
+        """Key that examples about the same images share, since their scores are not independent."""
         return image_key([image.name for image in self.images], self.id)
 
     def conversation(self, prompt: str) -> Conversation:
-        """One user turn: the images, then the prompt; or the images where the prompt first mentions them."""
+        """Build one user turn: the images and then the prompt, or each image where the prompt first mentions it."""
         shown = [{"type": "image", "image": image.read()} for image in self.images]
         content = _interleave(prompt, shown) if self.is_interleaved else [*shown, {"type": "text", "text": prompt}]
         return [{"role": "user", "content": content}]
 
 
 def _interleave(prompt: str, images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parts of a turn: each image at its first mark, those without a mark before the text."""
+    """Put each image at its first mark in the text, and images without a mark before the text."""
     parts: list[dict[str, Any]] = []
     text, left = "", {f"<image {number}>": image for number, image in enumerate(images, 1)}
     for piece in re.split(r"(<image \d+>)", prompt):
@@ -90,12 +90,12 @@ def _interleave(prompt: str, images: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def image_key(names: Sequence[str], example_id: str) -> str:
-    """The key of an example about these images; an example without images has one of its own."""
+    """Return the key of an example about these images; an example without images has its own."""
     return json.dumps(list(names) or example_id, ensure_ascii=False)
 
 
 def select_examples(examples: Sequence[Example], limit: int | None, seed: int) -> list[Example]:
-    """A random subset of `limit` examples in their order; all of them without a limit."""
+    """Choose a random subset of `limit` examples, in order; all of them without a limit."""
     if limit is None or limit >= len(examples):
         return list(examples)
     chosen = random.Random(seed).sample(range(len(examples)), limit)  # noqa: S311 - not a secret
@@ -103,7 +103,7 @@ def select_examples(examples: Sequence[Example], limit: int | None, seed: int) -
 
 
 def shuffle_images(examples: Sequence[Example], seed: int) -> list[Example]:
-    """Give every example the images of another one: what a model scores that does not look.
+    """Give every example the images of another one, to measure what a model scores without looking.
 
     Examples about the same images get the same other images, of the same number where possible.
     """
@@ -119,7 +119,7 @@ def shuffle_images(examples: Sequence[Example], seed: int) -> list[Example]:
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """Changes when an example, its images' names, its question or its references change."""
+    """Hash the examples: their images' names, questions and references."""
     digest = hashlib.sha256()
     for one in examples:
         fields = [one.id, one.image_key, one.question, one.references, one.choices, one.group, dict(one.details)]

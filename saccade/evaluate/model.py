@@ -1,8 +1,8 @@
-"""What evaluation asks of a model. The engine and any OpenAI-compatible server can be asked.
+"""The protocol of a model that is evaluated, which the engine and any OpenAI-compatible server fulfil.
 
-A conversation is OpenAI's messages; an image part is `{"type": "image", "image": encoded bytes}`. Methods are called from several
-threads at once: a model batches what arrives together. A conversation that the model refuses raises `RequestError`, which is recorded
-with the example; any other error ends the evaluation, which can be resumed.
+A conversation is OpenAI's messages; an image part is `{"type": "image", "image": encoded bytes}`. Methods are called
+from several threads at once: a model batches what arrives together. A conversation that the model refuses raises
+`RequestError`, which is recorded with the example; any other error ends the evaluation, which can be resumed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Decoding:
     max_tokens: int = 64
     """Maximum tokens of an answer."""
     temperature: float = 0.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     seed: int = 0
     """Seed of sampling."""
     num_beams: int = 1
     """Beams of beam search; 1: none. Needs temperature 0."""
     ignore_eos: bool = False
-    """Continue to `max_tokens`, after the end of the turn too."""
+    """Continue to `max_tokens` after the end of the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class Answer:
     """A generated answer."""
 
     text: str
-    """Without special tokens."""
+    """Text without special tokens."""
     num_prompt_tokens: int
-    """Including image tokens."""
+    """Tokens of the prompt, images included."""
     num_tokens: int
     """Generated tokens."""
     finish_reason: str
-    """`stop` or `length`."""
+    """Why the answer ended: `stop` or `length`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Likelihood:
 
 
 class Model(Protocol):
-    """A model that can be asked."""
+    """A model that answers questions."""
 
     can_score: bool
     """Whether `log_likelihoods` works."""
@@ -63,13 +63,13 @@ class Model(Protocol):
     """Whether `generate` can search with several beams."""
 
     def describe(self) -> dict[str, Any]:
-        """Identity of the model for the results folder: equal before and after a restart, different for other weights."""
+        """Identify the model for the results folder: equal after a restart, different for other weights."""
 
     def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
         """Answer a conversation."""
 
     def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
-        """Log-likelihood of each continuation as the assistant's turn."""
+        """Return the log-likelihood of each continuation as the assistant's turn."""
 
     def embed(self, conversation: Conversation) -> list[float]:
-        """Embedding of an image or a text."""
+        """Return the embedding of an image or a text."""

@@ -1,8 +1,8 @@
-"""Any OpenAI-compatible server as a model: `/v1/chat/completions`.
+"""Ask any OpenAI-compatible server as a model: `/v1/chat/completions`.
 
-Log-likelihoods use two fields that vLLM adds to it, `prompt_logprobs` and `continue_final_message`; how many of the prompt's tokens
-belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings` with `messages`, as vLLM has it
-for images. Whether a server has either is found out by asking it once.
+Log-likelihoods use two fields that vLLM adds to it, `prompt_logprobs` and `continue_final_message`; how many of the
+prompt's tokens belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings`
+with `messages`, as vLLM has it for images. A server is asked once whether it has either.
 
 Connections are kept open. A server that is busy or restarts is asked again for a while; a request it refuses is a
 `RequestError` of that example; a server that stays away ends the evaluation.
@@ -31,22 +31,22 @@ from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
-"""Attempts of one request: with the waiting times below, about two minutes."""
+"""Attempts of one request, which take about two minutes with the waiting times below."""
 _MAX_WAIT_S = 30.0
 _BUSY = {408, 409, 425, 429, 502, 503, 504}
 _MEDIA_TYPES = {"jpg": "jpeg", "tif": "tiff", None: "jpeg"}
-"""Media types of images that are not called like their extension."""
+"""Media types of images that differ from their extension."""
 
 
 class OpenAIModel:
-    """A model behind a URL. Any thread may ask."""
+    """A model served at a URL. Any thread may ask."""
 
     has_beam_search = False
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:
-        """`url`: `http://host:8000` or `.../v1`. `model`: None is the first one the server lists."""
+        """`url`: `http://host:8000` or `.../v1`. `model`: None is the first that the server lists."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url}: not the URL of a server. Use http://HOST:PORT/v1")
@@ -60,7 +60,7 @@ class OpenAIModel:
         self.model = model or self._first_model()
 
     def describe(self) -> dict[str, Any]:
-        """The URL and the model's name."""
+        """Return the URL and the model's name."""
         return {"url": self.url, "model": self.model}
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class OpenAIModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------- what is asked
+    # -------------------------------------------------------------- questions
 
     def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
-        """One chat completion."""
+        """Request one chat completion."""
         content = self._complete(conversation, decoding)
         choice = _field(content, "choices")[0]
         usage = content.get("usage") or {}
@@ -96,7 +96,7 @@ class OpenAIModel:
             return False
 
     def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
-        """Each continuation as an open assistant turn, one request each."""
+        """Score each continuation as an open assistant turn, with one request each."""
         one_token = Decoding(max_tokens=1)
         usage = self._complete(conversation, one_token).get("usage") or {}
         likelihoods = []
@@ -117,7 +117,7 @@ class OpenAIModel:
             return False
 
     def embed(self, conversation: Conversation) -> list[float]:
-        """The embedding of one message."""
+        """Return the embedding of one message."""
         body = {"model": self.model, "messages": to_openai(conversation)}
         vector: list[float] = _field(self._post("/embeddings", body), "data")[0]["embedding"]
         return vector
@@ -161,7 +161,7 @@ class OpenAIModel:
 
     @contextmanager
     def _respond(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """A response with status 200. Tries again while the server is busy or unreachable."""
+        """Return a response with status 200. Tries again while the server is busy or unreachable."""
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(MAX_ATTEMPTS):
             is_last = attempt + 1 == MAX_ATTEMPTS
@@ -184,7 +184,7 @@ class OpenAIModel:
     def _send(
         self, method: str, path: str, data: bytes | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send on a connection that is free, or on a new one if the server has closed it meanwhile."""
+        """Send on a free connection, or on a new one if the server has closed it."""
         while True:
             connection, is_new = self._connections.take()
             try:
@@ -215,7 +215,7 @@ class OpenAIModel:
 
 
 class _Connections:
-    """Open connections to one server that are free."""
+    """Free connections to one server."""
 
     def __init__(self, parts: SplitResult, timeout_s: float) -> None:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -224,7 +224,7 @@ class _Connections:
         self._lock = threading.Lock()
 
     def take(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it is new."""
+        """Return a connection, and whether it is new."""
         with self._lock:
             return (self._free.pop(), False) if self._free else (self._make(), True)
 
@@ -243,7 +243,7 @@ class _Connections:
                 connection.close()
 
     def close(self) -> None:
-        """Close those that are free."""
+        """Close the free connections."""
         with self._lock:
             free, self._free = self._free, []
         for connection in free:
@@ -251,7 +251,7 @@ class _Connections:
 
 
 def to_openai(conversation: Conversation) -> Conversation:
-    """A conversation whose images are data URLs."""
+    """Write the images of a conversation as data URLs."""
     return [
         message | {"content": [_part(part) for part in message["content"]]}
         if isinstance(message["content"], list)
@@ -276,7 +276,7 @@ def _field(content: dict[str, Any], name: str) -> Any:
 
 
 def _logprob(entry: Any) -> float:
-    """The log-probability of one prompt token: the only entry of a table by token id."""
+    """Read the log-probability of one prompt token, the only entry of a table by token id."""
     if not isinstance(entry, dict) or not entry:
         raise RequestError("the server's prompt_logprobs have no entry for a token of the continuation")
     value = next(iter(entry.values()))
@@ -285,7 +285,7 @@ def _logprob(entry: Any) -> float:
 
 
 def _error_message(content: bytes) -> str:
-    """The message of OpenAI's error object, or the beginning of the text."""
+    """Read the message of OpenAI's error object, or the beginning of the text."""
     try:
         error = json.loads(content)
         error = error.get("error", error) if isinstance(error, dict) else error

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 24
 """Examples shown of each task: half of them the worst, half spread over the data."""
 NUM_CHANGES = 8
-"""Examples shown of each comparison that got better, and as many that got worse."""
+"""Examples of each comparison that got better, and as many that got worse."""
 _THUMBNAIL_SIDE = 160
 _Thumbnails = Mapping[str, list[str]]
 
@@ -41,7 +41,7 @@ def write_results_page(path: Path, results: Sequence[Results], comparisons: Mapp
 
 
 def _warnings(results: Results) -> str:
-    """What a reader must know before the scores."""
+    """Say what a reader must know before the scores."""
     lines = []
     for task, scores in results.scores.get("tasks", {}).items():
         lines += [f"{task}: {note}" for note in scores.get("notes", [])]
@@ -116,7 +116,7 @@ def _settings(results: Sequence[Results]) -> str:
 
 
 def _choose(records: Sequence[dict[str, Any]], metrics: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Examples spread over the data, then the worst ones."""
+    """Choose examples spread over the data, then the worst ones."""
 
     def goodness(record: Mapping[str, Any]) -> float:
         name, value = next(iter(record.get("scores", {}).items()), ("", 0.0))
@@ -164,7 +164,7 @@ def _scores(record: Mapping[str, Any]) -> str:
 
 
 def _thumbnails(results: Results, task: str, ids: set[str]) -> dict[str, list[str]]:
-    """Small images of some examples as data URLs, read from the data; none where it is gone."""
+    """Return small images of some examples as data URLs, or none if the data are gone."""
     try:
         examples = [example for example in examples_of(results, task) if example.id in ids]
         return {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare_all(results: Sequence[Results], *, seed: int = 0) -> dict[str, Comparison]:
-    """The first results compared with each of the others, by its name."""
+    """Compare the first results with each of the others; return the comparisons by name."""
     return {other.name: compare(results[0], other, seed=seed) for other in results[1:]}
 
 
@@ -39,7 +39,7 @@ def write_reports(results: Sequence[Results], comparisons: Mapping[str, Comparis
 
 
 def to_json(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
-    """All scores and comparisons as one object."""
+    """Return all scores and comparisons as one object."""
     return {
         "results": {one.name: {"folder": str(one.folder), **one.scores} for one in results},
         "comparisons": {name: found.to_json() for name, found in comparisons.items()},
@@ -47,14 +47,14 @@ def to_json(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -
 
 
 def terminal_report(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> Group:
-    """The score table, changed examples and notes, for rich."""
+    """Return the score table, changed examples and notes, for rich."""
     from rich.console import Group
     from rich.table import Table
 
     names = [one.name for one in results]
     table = Table(box=None, pad_edge=False)
     for name in ("task", "metric", *names):
-        table.add_column(name, overflow="fold")  # in a narrow terminal nothing is cut off
+        table.add_column(name, overflow="fold")  # a narrow terminal folds text instead of cutting it off
     before = ""
     for row in score_rows(results, comparisons):
         table.add_row(row.task if row.task != before else "", row.label, *map(_cell_text, row.cells))
@@ -74,7 +74,8 @@ def _notes(results: Sequence[Results], comparisons: Mapping[str, Comparison]) ->
     for task, scores in ours.scores.get("tasks", {}).items():
         failed = f", {scores['num_failures']} failed" if scores["num_failures"] else ""
         lines.append(
-            f"{task}: {scores['num_examples']:,} examples, {scores['num_images']:,} images{beams_of(ours, task)}{failed}"
+            f"{task}: {scores['num_examples']:,} examples, {scores['num_images']:,} images"
+            f"{beams_of(ours, task)}{failed}"
         )
         lines += [f"  {note}" for note in scores.get("notes", [])]
         if contamination := scores.get("contamination"):

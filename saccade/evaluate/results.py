@@ -2,9 +2,9 @@
 
     settings.json  ->  TASK/examples.jsonl, appended as answers come  ->  scores.json, reports
 
-A process that is killed loses the answers in flight and no other: the same command asks what is missing. A line that was cut off is
-dropped when the folder is opened. Once all examples are answered, examples.jsonl is replaced by one in the order of the data, with
-the scores of each example.
+A process that is killed loses the answers in progress and no others: the same command asks for the missing ones. A line
+that was cut off is dropped when the folder is opened. Once all examples are answered, examples.jsonl is replaced by one
+in the order of the data, with the scores of each example.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from saccade.errors import ConfigError, DataError
 from saccade.files import atomic_write
 
 VERSION = 2
-"""Version of the folder, raised when images are identified or answers scored in another way: two versions are not mixed."""
+"""Version of the folder. It is raised when the identity of images or the scoring changes; versions are not mixed."""
 _CHANGED = {
-    1: "images were identified by their file name alone, and multiple choice, ANLS, VQA accuracy and POPE were scored otherwise"
+    1: "images were identified by their file name alone, and multiple choice, ANLS, VQA accuracy and POPE were scored "
+    "otherwise"
 }
-"""What is different in the results of each earlier version."""
+"""What was different in each earlier version."""
 
 
 class Results:
@@ -67,7 +68,8 @@ class Results:
             changes += [f"{name} {change}" for change in _changed(old["tasks"][name], new["tasks"][name])]
         if changes:
             raise ConfigError(
-                f"{folder} has results of other settings: {'; '.join(changes)}. Choose another folder with -o, or remove it"
+                f"{folder} has results of other settings: {'; '.join(changes)}. Choose another folder with -o, or "
+                "remove it"
             )
         return Results(folder, {**new, "tasks": tasks})._write_settings()
 
@@ -77,12 +79,12 @@ class Results:
 
     @property
     def name(self) -> str:
-        """What the model is called in reports."""
+        """Name of the model in reports."""
         return str(self.settings["name"])
 
     @property
     def scores(self) -> dict[str, Any]:
-        """What scores.json holds; empty if the evaluation is not finished."""
+        """Content of scores.json; empty if the evaluation is not finished."""
         try:
             content: dict[str, Any] = json.loads((self.folder / "scores.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -94,11 +96,11 @@ class Results:
         write_json(self.folder / "scores.json", {"version": VERSION, **scores})
 
     def examples_path(self, task: str) -> Path:
-        """The records of a task."""
+        """Return the path of the records of a task."""
         return self.folder / task / "examples.jsonl"
 
     def records(self, task: str) -> list[dict[str, Any]]:
-        """The records of a task in the order they are stored; the last one of an id counts."""
+        """Read the records of a task in their order; the last one of an id counts."""
         by_id: dict[str, dict[str, Any]] = {}
         for record in _read_lines(self.examples_path(task)):
             by_id[record["id"]] = record
@@ -111,7 +113,7 @@ class Results:
 
 
 class RecordWriter:
-    """Appends records to examples.jsonl, each with one write; any thread may add. What is added after the end is dropped."""
+    """Appends records to examples.jsonl, each with one write; any thread may add. Records after the end are dropped."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +139,8 @@ class RecordWriter:
 def _check_version(folder: Path, version: Any) -> None:
     if version in _CHANGED:
         raise DataError(
-            f"{folder}: results of version {version}, which this release (version {VERSION}) neither resumes nor compares: "
-            f"{_CHANGED[version]}. Evaluate again into another folder: -o NAME"
+            f"{folder}: results of version {version}, which this release (version {VERSION}) neither resumes nor "
+            f"compares: {_CHANGED[version]}. Evaluate again into another folder: -o NAME"
         )
     if version != VERSION:
         raise DataError(
@@ -157,12 +159,14 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file; none if it does not exist."""
+    """Read the complete lines of a file; none if it does not exist."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines = content[: content.rfind(b"\n") + 1].split(b"\n")  # not splitlines: answers may contain other line breaks
+    lines = content[: content.rfind(b"\n") + 1].split(
+        b"\n"
+    )  # splitlines would split at other line breaks too, which answers may contain
     try:
         return [json.loads(line) for line in lines if line]
     except ValueError as error:
@@ -177,7 +181,7 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Settings that differ, with both values."""
+    """Describe the settings that differ, with both values."""
     changes = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)

@@ -1,9 +1,10 @@
 """Evaluate a model: read -> ask -> record -> score.
 
-    results = evaluate(model, EvaluationConfig(out="results", tasks=(TaskConfig(task="captioning", data=DataSpec(path="test/")),)))
+    task = TaskConfig(task="captioning", data=DataSpec(path="test/"))
+    results = evaluate(model, EvaluationConfig(out="results", tasks=(task,)))
 
-The examples of a task are asked from several threads at once, so that the engine or the server batches them. Every answer is written
-down when it arrives.
+The examples of a task are asked from several threads at once, so that the engine or the server batches them. Every
+answer is recorded when it arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OnProgress = Callable[[str, int, int], None]
 _MAX_GROUPS = 8
 _MAX_FAILURES_SHOWN = 3
 _ADDED = ("contamination",)
-"""What others add to the scores of a task; kept as long as its answers are the same."""
+"""Keys that others add to the scores of a task; they are kept as long as its answers are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +46,25 @@ class TaskConfig:
     task: str
     """Name of the task."""
     data: DataSpec
-    """Its examples."""
+    """Examples of the task."""
     prompt: str | None = None
-    """The user's turn, with `{question}`; None: the task's own."""
+    """The user's turn, with `{question}`; None: the task's default."""
     max_tokens: int | None = None
-    """Maximum tokens of an answer; None: the task's own."""
+    """Maximum tokens of an answer; None: the task's default."""
     limit: int | None = None
-    """Number of examples, chosen at random by the seed; None: all, or what the task can afford."""
+    """Number of examples, chosen at random by the seed; None: all, or the default of the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What is evaluated and where results go."""
+    """Configuration of an evaluation."""
 
     out: Path
     """Results folder; an interrupted evaluation resumes from it."""
     tasks: tuple[TaskConfig, ...]
     """Tasks, each at most once."""
     name: str = "model"
-    """What the model is called in reports."""
+    """Name of the model in reports."""
     seed: int = 0
     """Seed of the choice of examples, of shuffled images, of sampling and of the bootstrap."""
     temperature: float = 0.0
@@ -71,9 +72,9 @@ class EvaluationConfig:
     num_beams: int = 1
     """Beams of the tasks that generate answers; 1: no beam search."""
     shuffle_images: bool = False
-    """Exchange the images between examples: what the model scores without looking."""
+    """Exchange the images between examples, to measure what the model scores without looking."""
     concurrency: int = 64
-    """Examples that are asked at once."""
+    """Maximum examples that are asked at once."""
 
     def __post_init__(self) -> None:
         names = [task.task for task in self.tasks]
@@ -95,7 +96,7 @@ class PreparedTask:
     task: Task
     examples: list[Example]
     num_accepted: int
-    """Examples of the data that the task takes, before the limit."""
+    """Number of examples that the task accepts, before the limit."""
     asking: Asking
     settings: dict[str, Any] = field(repr=False)
 
@@ -155,7 +156,7 @@ def prepare_task(config: TaskConfig, evaluation: EvaluationConfig) -> PreparedTa
 
 
 def examples_of(results: Results, task: str) -> list[Example]:
-    """The examples of a task again, as its settings describe them."""
+    """Read the examples of a task again, as its settings describe them."""
     saved = results.settings["tasks"][task]
     images = Path(saved["images"]) if saved["images"] is not None else None
     data = DataSpec(path=saved["data"], kind=saved["kind"], images=images)
@@ -170,7 +171,7 @@ def examples_of(results: Results, task: str) -> list[Example]:
 
 
 def settings_of(config: EvaluationConfig, model: dict[str, Any], prepared: Sequence[PreparedTask]) -> dict[str, Any]:
-    """What settings.json holds: all that determines the answers."""
+    """Return the content of settings.json: everything that determines the answers."""
     return {
         "saccade": __version__,
         "name": config.name,
@@ -182,7 +183,7 @@ def settings_of(config: EvaluationConfig, model: dict[str, Any], prepared: Seque
 
 
 def _log_default_limit(prepared: PreparedTask) -> None:
-    """Say that a task uses a part of its data, where no limit was given."""
+    """Log that a task uses a part of its data if no limit was given."""
     if prepared.settings["limit"] is None and len(prepared.examples) < prepared.num_accepted:
         logger.info(
             "%s: %d of %d examples, the default of the task. Choose with --limit %s=N",
@@ -193,7 +194,8 @@ def _log_default_limit(prepared: PreparedTask) -> None:
 def _check_abilities(prepared: PreparedTask, model: Model) -> None:
     if prepared.task.needs == "score" and not model.can_score:
         raise ConfigError(
-            f"{prepared.name} needs log-likelihoods, which this server does not give (prompt_logprobs). Evaluate the checkpoint folder"
+            f"{prepared.name} needs log-likelihoods, which this server does not give (prompt_logprobs). Evaluate the "
+            "checkpoint folder"
         )
     if prepared.asking.decoding.num_beams > 1 and not model.has_beam_search:
         raise ConfigError("a server's API has no beam search. Evaluate the checkpoint folder, or leave out the beams")
@@ -209,7 +211,7 @@ def _check_abilities(prepared: PreparedTask, model: Model) -> None:
 def _ask_missing(
     prepared: PreparedTask, model: Model, results: Results, concurrency: int, on_progress: OnProgress | None
 ) -> int:
-    """Ask about examples without an answer; those the model refused before are asked again. Returns how many were asked."""
+    """Ask about the examples without an answer, and again about refused ones. Returns how many were asked."""
     wanted = {example.id for example in prepared.examples}
     answered = {record["id"] for record in results.records(prepared.name) if "failure" not in record} & wanted
     missing = [example for example in prepared.examples if example.id not in answered]
@@ -234,7 +236,7 @@ def _ask_missing(
 
 
 def _record(prepared: PreparedTask, model: Model, example: Example) -> dict[str, Any]:
-    """What is written down about one example."""
+    """Ask about one example, and return its record."""
     record: dict[str, Any] = {
         "id": example.id,
         "images": [image.name for image in example.images],
@@ -297,7 +299,7 @@ def score_task(prepared: PreparedTask, results: Results, seed: int) -> dict[str,
 
 
 def score_records(task: str, records: Sequence[Record], seed: int) -> dict[str, Any]:
-    """Metrics of some records with their intervals."""
+    """Compute the metrics of some records with their intervals."""
     clusters = [image_key(record["images"], record["id"]) for record in records]
     return {name: _interval(metric, clusters, seed) for name, metric in task_named(task).score(records).items()}
 
@@ -313,7 +315,7 @@ def _interval(metric: Metric, clusters: Sequence[str], seed: int) -> dict[str, A
 def _group_scores(
     metrics: dict[str, Metric], records: Sequence[Record], clusters: Sequence[str], seed: int
 ) -> dict[str, Any]:
-    """The first metric of each group, if there are some groups and not many."""
+    """Score each group by the first metric, if there are several groups but not many."""
     groups = [record.get("group", "") for record in records]
     if not 1 < len(set(groups)) <= _MAX_GROUPS:
         return {}

@@ -1,8 +1,9 @@
 """Confidence intervals by bootstrap, and paired tests of a difference.
 
-A metric is a function of sums: each example contributes a few numbers (matches, lengths, hits), which are added and combined. So a
-resample is a weighted sum, a thousand of them are one matrix product, and corpus metrics such as BLEU and F1 are resampled exactly.
-Examples about the same image are drawn together (cluster bootstrap): their scores depend on each other.
+A metric is a function of sums: each example contributes a few numbers (matches, lengths, hits), which are added and
+combined. A resample is therefore a weighted sum, a thousand of them are one matrix product, and corpus metrics such as
+BLEU and F1 are resampled exactly. Examples about the same image are drawn together (cluster bootstrap): their scores
+depend on each other.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Metric:
     """A score of a set of examples."""
 
     counts: Floats
-    """[examples, k]: what each example contributes."""
+    """[examples, k]: the contributions of each example."""
     combine: Callable[[Floats], Floats]
-    """From summed counts [..., k] to scores [...]."""
+    """Computes scores [...] from summed counts [..., k]."""
     higher_is_better: bool = True
     values: Floats | None = None
-    """[examples]: the score of each example, where it has one of its own."""
+    """[examples]: the score of each example, if the metric has one."""
     is_proportion: bool = False
-    """Whether it is a share of examples, each right or wrong."""
+    """Whether the metric is a share of examples, each right or wrong."""
 
     @property
     def value(self) -> float:
@@ -38,27 +39,28 @@ class Metric:
         return float(self.combine(self.counts.sum(axis=0)))
 
     def subset(self, rows: Sequence[int] | NDArray[np.int64]) -> Metric:
-        """The metric of some of the examples."""
+        """Return the metric of some of the examples."""
         values = None if self.values is None else self.values[rows]
         return Metric(self.counts[rows], self.combine, self.higher_is_better, values, self.is_proportion)
 
 
 def mean_metric(values: Sequence[float] | Floats, *, higher_is_better: bool = True) -> Metric:
-    """The mean of one value per example."""
+    """Return the mean of one value per example."""
     array = np.asarray(values, dtype=np.float64)
     return Metric(np.stack([array, np.ones_like(array)], axis=1), _ratio, higher_is_better, array)
 
 
 def proportion_metric(values: Sequence[float] | Floats) -> Metric:
-    """The share of examples that are right; 0 to 1 each."""
+    """Return the share of examples that are right; 0 to 1 each."""
     return replace(mean_metric(values), is_proportion=True)
 
 
 def ratio_metric(
     numerators: Sequence[float], denominators: Sequence[float], *, higher_is_better: bool = True
 ) -> Metric:
-    """The sum of numerators divided by the sum of denominators."""
-    return Metric(np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1), _ratio, higher_is_better)  # fmt: skip
+    """Return the sum of numerators divided by the sum of denominators."""
+    counts = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
+    return Metric(counts, _ratio, higher_is_better)
 
 
 def _ratio(sums: Floats) -> Floats:
@@ -78,9 +80,10 @@ class Interval:
 def bootstrap(
     metric: Metric, clusters: Sequence[str], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Interval:
-    """Percentile interval over resampled clusters. `clusters` names the cluster of each example.
+    """Compute a percentile interval over resampled clusters. `clusters` names the cluster of each example.
 
-    Where all examples are right, or all are wrong, every resample is the same; the exact binomial interval is used instead.
+    If all examples are right, or all are wrong, every resample is the same; the exact binomial interval is used
+    instead.
     """
     sums = _cluster_sums(metric.counts, clusters)
     if metric.is_proportion and metric.value in (0.0, 1.0):
@@ -100,13 +103,13 @@ class Difference:
     low: float
     high: float
     p_value: float
-    """Of a permutation test: how often exchanging the two models' answers at random gives a difference at least as large."""
+    """p-value of a permutation test: the share of random exchanges of answers with a difference at least as large."""
 
 
 def paired_difference(
     one: Metric, other: Metric, clusters: Sequence[str], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Difference:
-    """Interval by paired bootstrap, p-value by paired permutation; both by cluster."""
+    """Compute an interval by paired bootstrap and a p-value by paired permutation, both by cluster."""
     ours, theirs = _cluster_sums(one.counts, clusters), _cluster_sums(other.counts, clusters)
     observed = one.value - other.value
     resampled = [
@@ -123,7 +126,7 @@ def paired_difference(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted for testing all of them at once (Holm-Bonferroni)."""
+    """Adjust p-values for testing all of them at once (Holm-Bonferroni)."""
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, number in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         largest = max(largest, min(1.0, p_values[number] * (len(p_values) - rank)))
@@ -132,7 +135,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _cluster_sums(counts: Floats, clusters: Sequence[str]) -> Floats:
-    """[clusters, k]: the counts of each cluster added up."""
+    """Add up the counts of each cluster: [clusters, k]."""
     _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
     sums: Floats = np.zeros((int(numbers.max()) + 1, counts.shape[1]))
     np.add.at(sums, numbers, counts)
@@ -140,7 +143,7 @@ def _cluster_sums(counts: Floats, clusters: Sequence[str]) -> Floats:
 
 
 def _resamples(num_clusters: int, seed: int, num_resamples: int) -> Iterator[Floats]:
-    """[resamples, clusters] in chunks: how often each cluster is drawn."""
+    """Yield how often each cluster is drawn, in chunks of [resamples, clusters]."""
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK_ELEMENTS // num_clusters)
     for begin in range(0, num_resamples, chunk):
@@ -150,7 +153,7 @@ def _resamples(num_clusters: int, seed: int, num_resamples: int) -> Iterator[Flo
 
 
 def _swaps(num_clusters: int, seed: int, num_resamples: int) -> Iterator[Floats]:
-    """[permutations, clusters] in chunks: 1 where the answers of the two models are exchanged."""
+    """Yield 1 where the answers of two models are exchanged, in chunks of [permutations, clusters]."""
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK_ELEMENTS // num_clusters)
     for begin in range(0, num_resamples, chunk):

@@ -1,7 +1,7 @@
-"""Scores of one or several results as rows, and the rows as Markdown and LaTeX.
+"""Tabulate the scores of one or several results, as Markdown and LaTeX.
 
-The first results are the model's; the others are baselines or other models. A cell of those says by how much the model differs, with
-a star where the difference is significant.
+The first results are the model's; the others are baselines or other models. A cell of theirs says how much the model
+differs, with a star if the difference is significant.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from saccade.evaluate.comparison import Comparison, MetricComparison
 from saccade.evaluate.results import Results
 
-LEGEND = "95 % intervals by bootstrap over images. Differences of the first column to the others are paired; * is significant (p < 0.05, Holm over a task's metrics)."
+LEGEND = (
+    "95 % intervals by bootstrap over images. Differences of the first column to the others are paired; * is "
+    "significant (p < 0.05, Holm over a task's metrics)."
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A score with its interval, and how the model's differs from it."""
+    """A score with its interval, and the difference of the model's score."""
 
     value: float
     low: float
@@ -25,11 +28,11 @@ class Cell:
     compared: MetricComparison | None = None
 
     def text(self) -> str:
-        """`0.734 [0.712, 0.755]`."""
+        """Write the score with its interval: `0.734 [0.712, 0.755]`."""
         return f"{number(self.value)} [{number(self.low)}, {number(self.high)}]"
 
     def difference(self) -> str:
-        """`+0.610*`; empty for the model itself."""
+        """Write the difference, such as `+0.610*`; empty for the model itself."""
         if self.compared is None:
             return ""
         return f"{self.compared.difference:+.3f}" + ("*" if self.compared.is_significant else "")
@@ -47,13 +50,13 @@ class ScoreRow:
 
     @property
     def label(self) -> str:
-        """The metric; with an arrow if lower is better, with the group it is of."""
+        """The metric, with an arrow if lower is better, and its group if it has one."""
         arrow = "" if self.higher_is_better else " (lower is better)"
         return f"  {self.metric} of {self.group}" if self.group else f"{self.metric}{arrow}"
 
 
 def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> list[ScoreRow]:
-    """Rows of all tasks. `comparisons`: of the first results with each other one, by its name."""
+    """Return the rows of all tasks. `comparisons`: the first results against each other one, by its name."""
     rows = []
     first = results[0]
     scores = [one.scores.get("tasks", {}) for one in results]
@@ -71,7 +74,7 @@ def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]
 
 
 def beams_of(results: Results, task: str) -> str:
-    """`, 3 beams` if answers were found by beam search; else nothing."""
+    """Write `, 3 beams` if answers were found by beam search, else nothing."""
     num_beams = results.settings["tasks"][task]["decoding"].get("num_beams", 1)
     return f", {num_beams} beams" if num_beams > 1 else ""
 
@@ -84,12 +87,12 @@ def _cell(score: Mapping[str, float] | None, comparison: Comparison | None, task
 
 
 def number(value: float) -> str:
-    """Three decimals, or four digits for large values."""
+    """Write three decimals, or four digits of large values."""
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
 def markdown(rows: Sequence[ScoreRow], names: Sequence[str]) -> str:
-    """A Markdown table."""
+    """Write a Markdown table."""
     lines = [_markdown_line(["task", "metric", *names]), "|" + "---|" * (len(names) + 2)]
     lines += [_markdown_line([row.task, row.label.strip(), *map(_cell_text, row.cells)]) for row in rows]
     return "\n".join(lines) + "\n\n" + LEGEND.replace("*", "\\*") + "\n"
@@ -112,7 +115,7 @@ _LATEX = {
 
 
 def latex(rows: Sequence[ScoreRow], names: Sequence[str]) -> str:
-    """A LaTeX table in the style of booktabs; the best score of a row is bold."""
+    """Write a LaTeX table in the style of booktabs; the best score of a row is bold."""
     lines = [rf"\begin{{tabular}}{{ll{'r' * len(names)}}}", r"\toprule"]
     lines.append(" & ".join(["task", "metric", *map(escape_latex, names)]) + r" \\ \midrule")
     for row in rows:
@@ -123,7 +126,7 @@ def latex(rows: Sequence[ScoreRow], names: Sequence[str]) -> str:
 
 
 def _best(row: ScoreRow) -> int | None:
-    """The column of the best score of a row with several."""
+    """Return the column of the best score of a row; None if it has one score only."""
     scores = [(cell.value if row.higher_is_better else -cell.value, -n) for n, cell in enumerate(row.cells) if cell]
     return -max(scores)[1] if len(scores) > 1 else None
 
@@ -137,5 +140,5 @@ def _latex_cell(cell: Cell | None, *, is_best: bool) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Text with LaTeX's special characters escaped."""
+    """Escape LaTeX's special characters."""
     return "".join(_LATEX.get(character, character) for character in text)

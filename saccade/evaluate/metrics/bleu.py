@@ -2,8 +2,9 @@
 
     BLEU-N = brevity penalty * (product over n <= N of clipped matches_n / n-grams_n) ^ (1/N)
 
-Matches, n-grams and lengths are summed over the corpus before they are divided. The length of the closest reference counts, the
-shorter of two equally close ones. A tiny constant keeps a score without any match above 0, as in the published evaluation.
+Matches, n-grams and lengths are summed over the corpus before they are divided. The length of the closest reference
+counts, the shorter of two equally close ones. A tiny constant keeps a score without any match above 0, as in the
+published evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SMALL, _TINY = 1e-9, 1e-15
 
 
 def bleu_counts(candidate: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """Clipped matches of each n, n-grams of each n, length, and length of the closest reference: ten numbers to sum over a corpus."""
+    """Count matches and n-grams of each n, the length, and that of the closest reference: ten numbers to sum."""
     limits: Counter[tuple[str, ...]] = Counter()
     for reference in references:
         limits |= ngram_counts(reference)
@@ -33,7 +34,7 @@ def bleu_counts(candidate: Sequence[str], references: Sequence[Sequence[str]]) -
 
 
 def bleu(counts: NDArray[np.float64], n: int) -> NDArray[np.float64]:
-    """BLEU-n of summed counts [..., 10]."""
+    """Compute BLEU-n of summed counts [..., 10]."""
     matches, totals = counts[..., :n], counts[..., MAX_N : MAX_N + n]
     precision = np.prod((matches + _TINY) / (totals + _SMALL), axis=-1) ** (1 / n)
     ratio = (counts[..., -2] + _TINY) / (counts[..., -1] + _SMALL)
@@ -43,7 +44,7 @@ def bleu(counts: NDArray[np.float64], n: int) -> NDArray[np.float64]:
 
 
 def ngram_counts(tokens: Sequence[str], max_n: int = MAX_N) -> Counter[tuple[str, ...]]:
-    """How often each n-gram of 1 to `max_n` tokens occurs."""
+    """Count the n-grams of 1 to `max_n` tokens."""
     return Counter(
         tuple(tokens[start : start + n]) for n in range(1, max_n + 1) for start in range(len(tokens) - n + 1)
     )

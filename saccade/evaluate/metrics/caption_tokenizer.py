@@ -2,9 +2,10 @@
 
     "A man's dog can't swim (yet)."  ->  a man 's dog ca n't swim -lrb- yet -rrb-
 
-The published evaluation runs Stanford's PTBTokenizer with `-lowerCase` and removes a list of punctuation tokens. These rules give its
-tokens for captions: contractions are split; hyphenated words, numbers, times, fractions and abbreviations are one token; brackets
-become -lrb- and -rrb-, which that list does not contain in lower case, so they stay.
+The published evaluation runs Stanford's PTBTokenizer with `-lowerCase` and removes a list of punctuation tokens. These
+rules give its tokens for captions: contractions are split; hyphenated words, numbers, times, fractions and
+abbreviations are one token; brackets become -lrb- and -rrb-, which that list does not contain in lower case, so they
+stay.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import re
 _PUNCTUATION = frozenset({'"', "''", "'", "``", "`", ".", "?", "!", ",", ":", "-", "--", "...", ";"})
 _BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
 _SAME_AS = {
-    "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"', "\u00bb": '"', "\u2018": "'", "\u2019": "'", "\u201b": "'",
+    "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"', "\u00bb": '"',
+    "\u2018": "'", "\u2019": "'", "\u201b": "'",
     "\u2013": " -- ", "\u2014": " -- ", "\u2026": " ... ", "&amp;": "&", "&quot;": '"', "&lt;": "<", "&gt;": ">",
     "\u00a2": " cents ", "\u00a3": "#", "\u20ac": "$", "\u00bd": "1/2", "\u00bc": "1/4", "\u00be": "3/4",
 }  # fmt: skip
 """Typographic quotes and dashes, entities, currencies and fractions, as the tokenizer spells them."""
 _STAND_IN = re.compile("|".join(map(re.escape, _SAME_AS)))
 _ABBREVIATIONS = (
-    "mr mrs ms messrs dr drs prof gen col capt cpt cmdr lt sgt sen sens rep reps gov hon rev pres st ste mt ft ave blvd rd hwy sq "
-    "dept assn bros inc ltd corp co cos jr sr esq etc vs v est ca ed eds al ext "
+    "mr mrs ms messrs dr drs prof gen col capt cpt cmdr lt sgt sen sens rep reps gov hon rev pres "
+    "st ste mt ft ave blvd rd hwy sq dept assn bros inc ltd corp co cos jr sr esq etc vs v est ca ed eds al ext "
     "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat "
-    "ala ariz ark calif colo conn del fla ga ill ind kan ky md mich minn miss mo mont neb nev okla ore pa tenn tex va vt wash wis wyo"
+    "ala ariz ark calif colo conn del fla ga ill ind kan ky md mich minn miss mo mont neb nev "
+    "okla ore pa tenn tex va vt wash wis wyo"
 )
 _ABBREVIATION = "|".join(sorted(_ABBREVIATIONS.split(), key=len, reverse=True))
 _WORD = r"[^\W_]+"
@@ -54,7 +57,7 @@ _TOKEN = re.compile(
 
 
 def tokenize_caption(text: str) -> list[str]:
-    """The tokens of a caption that are compared.
+    """Return the tokens of a caption that are compared.
 
     >>> tokenize_caption("A man's dog can't swim (yet).")
     ['a', 'man', "'s", 'dog', 'ca', "n't", 'swim', '-lrb-', 'yet', '-rrb-']

@@ -1,11 +1,11 @@
 """Read out of an answer which choice of a multiple-choice question it names.
 
-The rules of MMMU (Yue et al., 2024) and of lmms-eval, made one: a letter in brackets, a letter that stands alone, the text of a
-choice; of several the last one. They differ from MMMU's where that is plainly not what the answer says:
+The rules join those of MMMU (Yue et al., 2024) and of lmms-eval: a letter in brackets, a letter that stands alone, the
+text of a choice; of several the last one. They differ from MMMU's if that reading is plainly not what the answer says:
 
 - An answer that is a choice word for word is that choice: `A dog` is not the letter A.
 - `b`, `[B]`, `B:`, `Answer:B` and `\\boxed{B}` are letters too.
-- What is called the answer (`Answer: B`, `option B`, a box) counts before letters that come later.
+- A letter that is called the answer (`Answer: B`, `option B`, a box) counts before letters that come later.
 - `A` and `I` before another word, and letters within the text of a choice (`vitamin C`), are words.
 - An answer that names no choice is none, and wrong; MMMU draws one at random.
 """
@@ -26,15 +26,16 @@ _NAMED = (
     re.compile(r"[(\[{]\s*([a-z])\s*[)\]}]|\*\*([A-Z])\*\*", re.IGNORECASE),
     re.compile(r"(?<![\w'.&-])([A-Z])(?![\w'&-]|\.\w)"),
 )
-"""How a letter is named, the surest way first: in a box, as the answer, at the beginning, in brackets, standing alone."""
+"""How a letter is named, the surest way first: in a box, as the answer, at the beginning, in brackets, standing
+alone."""
 _WORD_AFTER = re.compile(r"[ \t]+(?!(?:is|was|because|since|as|and|or|but)\b)\w")
 _MARKS = " .,!?;:\"'*`"
 
 
 def chosen(answer: str, choices: Sequence[str]) -> int | None:
-    """Index of the choice that an answer names, by its letter or its text; None if it names none.
+    """Return the index of the choice that an answer names, by its letter or its text; None if it names none.
 
-    A choice without a text, `""`, is known by its letter only.
+    A choice without a text, `""`, is recognized by its letter only.
     """
     letters = ascii_uppercase[: len(choices)]
     alone = _ALONE.fullmatch(answer)
@@ -52,7 +53,9 @@ def chosen(answer: str, choices: Sequence[str]) -> int | None:
         if found:
             return letters.index(found[-1])
     if texts:
-        return max(texts, key=lambda text: (text[1], -text[0]))[2]  # the last one; of two that end together the longer
+        return max(texts, key=lambda text: (text[1], -text[0]))[
+            2
+        ]  # the last text counts; of two that end together the longer one
     return None
 
 
@@ -61,7 +64,7 @@ def _plain(text: str) -> str:
 
 
 def _letters(answer: str, named: re.Pattern[str]) -> Iterator[tuple[int, str]]:
-    """Offset and upper case of each letter that is named in one way, without those that are words."""
+    """Return the offset and upper case of each letter that is named in one way, without those that are words."""
     for match in named.finditer(answer):
         letter = next(filter(None, match.groups()))
         after = match.end(match.lastindex or 1)
@@ -71,7 +74,7 @@ def _letters(answer: str, named: re.Pattern[str]) -> Iterator[tuple[int, str]]:
 
 
 def _texts(answer: str, choices: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """Begin and end of each text of a choice in the answer, as whole words, and the choice's index."""
+    """Find the texts of choices in the answer, as whole words: begin, end, and the choice's index."""
     for index, choice in enumerate(choices):
         words = r"\s+".join(map(re.escape, _plain(choice).split()))
         if len(words) > 1:

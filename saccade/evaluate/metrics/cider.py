@@ -1,9 +1,9 @@
 """CIDEr-D of captions (Vedantam et al., 2015), as COCO caption evaluation defines it.
 
-    mean over n = 1..4 and over references of  10 * cosine of clipped TF-IDF vectors * exp(-(difference in length)^2 / (2 * 6^2))
+    mean over n = 1..4 and references of 10 * cosine of clipped TF-IDF vectors * exp(-(length difference)^2 / (2 * 6^2))
 
-The document frequency of an n-gram is the number of images whose references contain it. Scores depend on the whole set: those of two
-subsets cannot be compared.
+The document frequency of an n-gram is the number of images whose references contain it. Scores depend on the whole set:
+those of two subsets cannot be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Vectors = list[dict[tuple[str, ...], float]]
 
 
 def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
-    """CIDEr-D of each caption, 0 to 10; the score of the set is their mean."""
+    """Compute CIDEr-D of each caption, 0 to 10; the score of the set is their mean."""
     counts = [[ngram_counts(reference) for reference in of_image] for of_image in references]
     frequency: _Counts = Counter()
     for of_image in counts:
@@ -54,7 +54,7 @@ def _score(
 def _vectors(
     counts: _Counts, weights: dict[tuple[str, ...], float], unseen: float
 ) -> tuple[_Vectors, list[float], int]:
-    """TF-IDF vectors of each n, their norms, and the length (in bigrams, as published)."""
+    """Return the TF-IDF vectors of each n, their norms, and the length (in bigrams, as published)."""
     vectors: _Vectors = [{} for _ in range(MAX_N)]
     for ngram, count in counts.items():
         vectors[len(ngram) - 1][ngram] = count * weights.get(ngram, unseen)

@@ -1,8 +1,8 @@
-"""Whether a longer answer names the expected one, as MMMU's evaluator decides it (Yue et al., 2024).
+"""Decide whether a longer answer names the expected one, as MMMU's evaluator does (Yue et al., 2024).
 
-From each line the shortest part after a word such as `is`, `so` or `answer` is taken, or the whole answer where no line has one; the
-numbers in these parts are candidates too. A candidate that is text is right if it contains an expected text; a number, if it equals an
-expected number when both are rounded to two decimals.
+From each line the shortest part after a word such as `is`, `so` or `answer` is taken, or the whole answer if no line
+has one; the numbers in these parts are candidates too. A candidate that is text is right if it contains an expected
+text; a number, if it equals an expected number when both are rounded to two decimals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def names_answer(answer: str, expected: Sequence[str]) -> bool:
 
 
 def _key_parts(answer: str) -> Iterator[str]:
-    """The part of each line that says the answer; the whole answer if no line has one."""
+    """Return the part of each line that says the answer; the whole answer if no line has one."""
     whole = answer.strip().strip(".").lower()
     lines, found = whole.split("\n"), False
     for number, line in enumerate(lines, 1):
@@ -49,7 +49,7 @@ def _key_parts(answer: str) -> Iterator[str]:
 
 
 def _normalized(text: str) -> list[str | float]:
-    """A number rounded to two decimals, or text in lower case; a single character only next to a space."""
+    """Round a number to two decimals, and write text in lower case; a single character gets spaces around it."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

@@ -11,7 +11,7 @@ _BETA = 1.2
 
 
 def rouge_l(candidate: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """ROUGE-L of one caption, 0 to 1."""
+    """Compute ROUGE-L of one caption, 0 to 1."""
     if not candidate:
         return 0.0
     lengths = [(_common_subsequence(candidate, reference), len(reference)) for reference in references if reference]
@@ -25,7 +25,7 @@ def rouge_l(candidate: Sequence[str], references: Sequence[Sequence[str]]) -> fl
 
 
 def _common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(other) + 1)
     for token in one:
         diagonal = 0

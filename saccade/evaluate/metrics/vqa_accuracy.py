@@ -2,9 +2,10 @@
 
     accuracy = mean over the ten people of  min(1, how many of the other nine gave this answer / 3)
 
-Before the comparison answers are in lower case, without full stops (but decimal points), articles and punctuation, number words are
-digits, and contractions have their apostrophe. So the challenge's server has it, and lmms-eval; the evaluator that was released first
-leaves answers as they are where all ten people agree. With a single reference answer the accuracy is 1 or 0 (published: always 0).
+Before the comparison answers are in lower case, without full stops (but decimal points), articles and punctuation,
+number words are digits, and contractions have their apostrophe. The challenge's server and lmms-eval do the same; the
+evaluator that was released first leaves answers as they are if all ten people agree. With a single reference answer the
+accuracy is 1 or 0 (published: always 0).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ _NUMBERS = {
 }  # fmt: skip
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONTRACTIONS = (
-    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've he's how'd "
-    "how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't not've o'clock "
-    "oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll somebody's someone'd "
-    "someone'd've someone'll someone's something'd something'd've something'll that'd that'd've that's there'd there'd've there're "
-    "there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's where'd "
-    "where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll "
+    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd "
+    "he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't "
+    "needn't not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd "
+    "somebody'd've somebody'll somebody's someone'd someone'd've someone'll someone's something'd something'd've "
+    "something'll that'd that'd've that's there'd there'd've there're there's they'd they'd've they'll they're "
+    "they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's where'd where's where've who'd "
+    "who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll "
     "you'd you'd've you'll you're you've"
 )
 _APOSTROPHE_MISSING = {
@@ -36,7 +38,7 @@ _COMMA_IN_NUMBER = re.compile(r"(?<=\d),(?=\d)")
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Soft accuracy of one answer against the answers of several people."""
+    """Compute the soft accuracy of one answer against the answers of several people."""
     given = normalize_answer(answer)
     matches = [normalize_answer(reference) == given for reference in references]
     if len(matches) < 2:
@@ -46,7 +48,7 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """The same with the normalization of TextVQA, which first drops commas and question marks and cuts off `'s`."""
+    """Compute it with the normalization of TextVQA, which first drops commas, question marks and a final `'s`."""
     return vqa_accuracy(_cut(answer), [_cut(reference) for reference in references])
 
 
@@ -55,7 +57,7 @@ def _cut(answer: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    """An answer as it is compared.
+    """Normalize an answer for the comparison.
 
     >>> normalize_answer("The  two dogs, dont move.")
     "2 dogs don't move"
@@ -66,7 +68,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def _replace_punctuation(text: str) -> str:
-    """Punctuation as a space, or as nothing where it touches a space or the answer has a number such as 1,000."""
+    """Replace punctuation by a space, or by nothing next to a space or in an answer with a number such as 1,000."""
     has_number, kept = _COMMA_IN_NUMBER.search(text) is not None, text
     for mark in _PUNCTUATION:
         is_beside_space = f"{mark} " in text or f" {mark}" in text

@@ -1,6 +1,7 @@
 """Tasks: how examples are asked and how answers are scored. One file each; `TASKS` has them by name.
 
-A task that has the name of a published benchmark (`Task.published`) reads it in its published layout, and asks and scores as published.
+A task with the name of a published benchmark (`Task.published`) reads it in its published layout, and asks and scores
+as published.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str) -> Task:
-    """The task of a name."""
+    """Return the task of a name."""
     if name not in TASKS:
         raise ConfigError(f"no task is called {name!r}. Tasks: {', '.join(TASKS)}")
     return TASKS[name]

@@ -26,7 +26,7 @@ class Captioning(Task):
     takes = "images with captions"
 
     def accepts(self, example: Example) -> bool:
-        """Images with captions and no question."""
+        """Accept images with captions and no question."""
         return bool(example.images) and example.question is None
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Captioning(Task):
         return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """CIDEr-D, BLEU and ROUGE-L, on tokens as COCO caption evaluation makes them."""
+        """Compute CIDEr-D, BLEU and ROUGE-L on the tokens of COCO caption evaluation."""
         captions = [tokenize_caption(answer_of(record)) for record in records]
         references = [[tokenize_caption(text) for text in record["references"]] for record in records]
         counts = np.array([bleu_counts(*pair) for pair in zip(captions, references, strict=True)])

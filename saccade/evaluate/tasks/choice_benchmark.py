@@ -17,7 +17,7 @@ from saccade.evaluate.statistics import Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
 LETTERS_ONLY = ("", "", "", "")
-"""Choices of a question that lists them itself: they are known by their letters, A to D."""
+"""Choices of a question that lists them itself: answers name their letters, A to D."""
 
 
 class ChoiceBenchmark(Task):
@@ -29,7 +29,7 @@ class ChoiceBenchmark(Task):
         self.published = published
 
     def accepts(self, example: Example) -> bool:
-        """All questions of the benchmark."""
+        """Accept all questions of the benchmark."""
         return bool(example.question)
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -37,15 +37,15 @@ class ChoiceBenchmark(Task):
         return generate_answer(model, example, asking) | {"choices": list(example.choices)}
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """The share of right answers."""
+        """Compute the share of right answers."""
         return {"accuracy": proportion_metric([self.is_right(record) for record in records])}
 
     def is_right(self, record: Record) -> float:
-        """1 if the answer names the right choice, else 0."""
+        """Return 1 if the answer names the right choice, else 0."""
         index = chosen(answer_of(record), record.get("choices", ()))
         return float(index is not None and ascii_uppercase[index] in record["references"])
 
 
 def with_choices(question: str, choices: Sequence[str]) -> str:
-    """A question with its choices listed below, `A. first`."""
+    """List the choices below a question, as `A. first`."""
     return "\n".join([question, *(f"{letter}. {text}" for letter, text in zip(ascii_uppercase, choices, strict=False))])

@@ -1,7 +1,7 @@
-"""MMBench, English, dev (Liu et al., 2023): each question is asked once for each rotation of its choices, and all must be right.
+"""MMBench, English, dev (Liu et al., 2023): each question is asked with every rotation of its choices.
 
-Rotations of question `index` have an `index` that is larger by a multiple of a million. `accuracy` is that of such questions (circular
-evaluation), `vanilla_accuracy` that of the first rotation alone.
+The `index` of a rotation is that of its question plus a multiple of a million. `accuracy` counts questions whose
+rotations are all right (circular evaluation), `vanilla_accuracy` the first rotation alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MMBench(ChoiceBenchmark):
     """Answer with the letter of a choice, whatever the order of the choices."""
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Circular accuracy, and that of the first rotation."""
+        """Compute the circular accuracy, and that of the first rotation."""
         is_right = [self.is_right(record) for record in records]
         is_first = [float(int(record["id"]) < _ROTATION) for record in records]
         whole: dict[int, float] = {}

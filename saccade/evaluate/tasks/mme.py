@@ -1,7 +1,7 @@
 """MME (Fu et al., 2023): two questions about each image, one with the answer yes and one with no.
 
-The score of a category is its accuracy plus the share of images of which both answers are right, in percent: 200 at most. The scores
-of ten categories add up to `perception`, those of four to `cognition`.
+The score of a category is its accuracy plus the share of images of which both answers are right, in percent: 200 at
+most. The scores of ten categories add up to `perception`, those of four to `cognition`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MME(YesNo):
     takes_other_data = False
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """The scores of perception and cognition, where their questions were asked, and the accuracy of all answers."""
+        """Compute the scores of perception and cognition, if their questions were asked, and the accuracy."""
         right = [float(_said(record) == record["references"][0]) for record in records]
         scores = {
             name: Metric(_counts(records, right, categories), _sum_of_categories)
@@ -51,7 +51,7 @@ class MME(YesNo):
 
 
 def _said(record: Record) -> str:
-    """`yes` or `no`, if it is within the first four letters of the answer."""
+    """Return `yes` or `no` if it is within the first four letters of the answer."""
     answer = answer_of(record).lower().strip().replace(".", "")
     if answer in ("y", "n"):
         return {"y": "yes", "n": "no"}[answer]
@@ -59,7 +59,7 @@ def _said(record: Record) -> str:
 
 
 def _counts(records: Sequence[Record], right: Sequence[float], categories: Sequence[str]) -> Floats:
-    """[records, 4 * categories]: right answers, answers, images with both right, images; an image counts with its first question."""
+    """[records, 4 * categories]: right answers, answers, images with both right, images (with their first question)."""
     images = [(record["details"]["category"], record["details"]["image"]) for record in records]
     wrong = Counter(image for image, one in zip(images, right, strict=True) if not one)
     seen: set[tuple[str, str]] = set()

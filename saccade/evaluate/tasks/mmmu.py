@@ -1,6 +1,7 @@
-"""MMMU, validation (Yue et al., 2024): college questions with one to seven images, most of them multiple choice; accuracy.
+"""MMMU, validation (Yue et al., 2024): college questions with one to seven images; accuracy.
 
-The images are shown where the question or its choices mention them. Answers to open questions are read as MMMU's evaluator does.
+Most questions are multiple choice. The images are shown where the question or its choices mention them. Answers to open
+questions are read as MMMU's evaluator does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ _DISCIPLINES = {
     "Art and Design": "Art Art_Theory Design Music",
     "Business": "Accounting Economics Finance Manage Marketing",
     "Science": "Biology Chemistry Geography Math Physics",
-    "Health and Medicine": "Basic_Medical_Science Clinical_Medicine Diagnostics_and_Laboratory_Medicine Pharmacy Public_Health",
+    "Health and Medicine": (
+        "Basic_Medical_Science Clinical_Medicine Diagnostics_and_Laboratory_Medicine Pharmacy Public_Health"
+    ),
     "Humanities and Social Science": "History Literature Sociology Psychology",
     "Tech and Engineering": (
-        "Agriculture Architecture_and_Engineering Computer_Science Electronics Energy_and_Power Materials Mechanical_Engineering"
+        "Agriculture Architecture_and_Engineering Computer_Science Electronics Energy_and_Power Materials "
+        "Mechanical_Engineering"
     ),
 }
 _DISCIPLINE_OF = {subject: name for name, subjects in _DISCIPLINES.items() for subject in subjects.split()}
@@ -32,7 +36,7 @@ class MMMU(ChoiceBenchmark):
     """Answer with the letter of a choice, or in a few words."""
 
     def is_right(self, record: Record) -> float:
-        """1 if the answer is right, else 0."""
+        """Return 1 if the answer is right, else 0."""
         if record.get("choices"):
             return super().is_right(record)
         return float("failure" not in record and names_answer(answer_of(record), record["references"]))
@@ -57,7 +61,7 @@ def _example(row: Row) -> Example:
 
 
 def _literal(value: object) -> list[object]:
-    """A list, or the text of one, as MMMU stores it; of other text the text alone."""
+    """Read a list, or the text of a list, as MMMU stores it; another text is a list of itself."""
     if isinstance(value, str) and value.startswith("["):
         value = ast.literal_eval(value)
     return value if isinstance(value, list) else [value]

@@ -1,4 +1,7 @@
-"""MMStar (Chen et al., 2024): questions that need their image. `average` is the mean accuracy of its 18 fine categories."""
+"""MMStar (Chen et al., 2024): questions that need their image.
+
+`average` is the mean accuracy of its 18 fine categories.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class MMStar(ChoiceBenchmark):
     """Answer with the letter of a choice."""
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """The mean over categories, and over questions."""
+        """Compute the mean over categories, and over questions."""
         accuracy = super().score(records)
         categories = sorted({record["details"]["l2_category"] for record in records})
         counts = np.zeros((len(records), 2, len(categories)))
@@ -28,7 +31,7 @@ class MMStar(ChoiceBenchmark):
 
 
 def _mean_of_categories(sums: Floats) -> Floats:
-    """Mean of the accuracies of the categories that occur; `sums` has the right answers of each, then all answers of each."""
+    """Average the accuracies of the categories that occur. `sums`: right answers of each, then all answers of each."""
     right, asked = np.split(sums, 2, axis=-1)
     accuracies = np.divide(right, asked, out=np.zeros_like(right), where=asked != 0)
     score: Floats = accuracies.sum(axis=-1) / np.maximum(1, (asked != 0).sum(axis=-1))

@@ -1,9 +1,9 @@
-"""Multiple choice, asked in two ways: the choice of the highest log-likelihood, and the letter that the model generates.
+"""Multiple choice, asked in two ways: by the likelihood of each choice, and by the letter that the model generates.
 
 `letter_accuracy` reads the generated answer as `metrics/choice.py` describes.
 
-`likelihood_accuracy` compares the sums over the tokens of a choice, `normalized_accuracy` their mean, which does not favour short
-choices. A model that gives no log-likelihoods is asked for the letter only.
+`likelihood_accuracy` compares the sums over the tokens of a choice, `normalized_accuracy` their mean, which does not
+favour short choices. A model that gives no log-likelihoods is asked for the letter only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MultipleChoice(Task):
     takes = "questions with choices"
 
     def accepts(self, example: Example) -> bool:
-        """Questions with choices, up to 26 of them."""
+        """Accept questions with up to 26 choices."""
         return bool(example.question) and 1 < len(example.choices) <= len(ascii_uppercase)
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class MultipleChoice(Task):
         return record
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Accuracy of the letters, and of the likelihoods if all were computed."""
+        """Compute the accuracy of the letters, and of the likelihoods if all were computed."""
         metrics = {
             "letter_accuracy": proportion_metric(
                 [float(chosen(answer_of(record), record.get("choices", ())) in _right(record)) for record in records]

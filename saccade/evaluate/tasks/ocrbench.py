@@ -1,4 +1,7 @@
-"""OCRBench (Liu et al., 2024): an answer is right if it contains an expected text. A thousand times the accuracy is its score."""
+"""OCRBench (Liu et al., 2024): an answer is right if it contains an expected text.
+
+A thousand times the accuracy is its score.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class OCRBench(QuestionAnswering):
     """Read text in images."""
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """The share of right answers."""
+        """Compute the share of right answers."""
         return {"accuracy": proportion_metric([_is_right(record) for record in records])}
 
 
@@ -28,12 +31,12 @@ def _is_right(record: Record) -> float:
 
 
 def _formula(text: str) -> str:
-    """A formula without spaces."""
+    """Remove the spaces of a formula."""
     return text.strip().replace("\n", " ").replace(" ", "")
 
 
 def _text(text: str) -> str:
-    """Text in lower case on one line; full-width characters are as their ASCII ones."""
+    """Write text in lower case on one line, with full-width characters as ASCII."""
     return text.translate(_TO_HALF_WIDTH).lower().strip().replace("\n", " ")
 
 

@@ -19,17 +19,17 @@ from saccade.evaluate.tasks.task import Asking, Record, Task
 
 
 class Perplexity(Task):
-    """How likely the expected answers are."""
+    """Score the likelihood of the expected answers."""
 
     takes = "captions or questions with answers"
     needs = "score"
 
     def accepts(self, example: Example) -> bool:
-        """Anything with a reference."""
+        """Accept any example with a reference."""
         return bool(example.references)
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Log-likelihood of all references together."""
+        """Sum the log-likelihoods of all references."""
         prompt = asking.prompt_of(example) if example.question is not None else Captioning.prompt
         scored = model.log_likelihoods(example.conversation(prompt), example.references)
         return {
@@ -40,7 +40,7 @@ class Perplexity(Task):
         }
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Perplexity and bits per byte."""
+        """Compute perplexity and bits per byte."""
         losses = [-float(record.get("logprob", 0.0)) for record in records]
         tokens = [float(record.get("num_scored_tokens", 0)) for record in records]
         sizes = [float(record.get("num_scored_bytes", 0)) for record in records]

@@ -31,7 +31,7 @@ class QuestionAnswering(Task):
         self._metrics, self.published = metrics, published
 
     def accepts(self, example: Example) -> bool:
-        """Questions without choices."""
+        """Accept questions without choices."""
         return example.question is not None and bool(example.references)
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -39,19 +39,19 @@ class QuestionAnswering(Task):
         return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """The metrics of this kind of question."""
+        """Compute the metrics of this kind of question."""
         return {
             name: proportion_metric([METRICS[name](answer_of(record), record["references"]) for record in records])
             for name in self._metrics
         }
 
     def notes(self, records: Sequence[Record]) -> list[str]:
-        """Long answers to questions with short ones score 0, whatever they say."""
+        """Warn of long answers, which score 0 against short references whatever they say."""
         ours = median(len(answer_of(record).split()) for record in records)
         theirs = median(len(record["references"][0].split()) for record in records)
         if ours < _MUCH_LONGER * max(1, theirs):
             return []
         return [
-            f"answers have {ours:g} words where the expected ones have {theirs:g}. If the model can be asked for short ones: "
-            "--prompt 'TASK={question} Answer the question using a single word or phrase.'"
+            f"answers have {ours:g} words where the expected ones have {theirs:g}. If the model can be asked for short "
+            "ones: --prompt 'TASK={question} Answer the question using a single word or phrase.'"
         ]

@@ -15,7 +15,7 @@ class RealWorldQA(ChoiceBenchmark):
     """Answer with a letter, a number or a word, as the question asks."""
 
     def is_right(self, record: Record) -> float:
-        """1 if the answer is right, else 0."""
+        """Return 1 if the answer is right, else 0."""
         if record.get("choices"):
             return super().is_right(record)
         return float(answer_of(record).lower().strip().rstrip(".") == record["references"][0].lower())

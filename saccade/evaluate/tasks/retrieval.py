@@ -1,8 +1,9 @@
 """Image-text retrieval among a pool of pairs: recall@1, 5 and 10 in both directions.
 
-By likelihood, a pair's score is log P(caption | image). To find the caption of an image, the caption's mean likelihood over the pool
-is divided out: otherwise short and common captions win for every image. To find the image of a caption nothing has to be divided out.
-By embedding, the score is the cosine of the two embeddings. Recall depends on the size of the pool, so that is a metric's name.
+By likelihood, a pair's score is log P(caption | image). To find the caption of an image, the caption's mean likelihood
+over the pool is divided out: otherwise short and common captions win for every image. To find the image of a caption
+nothing has to be divided out. By embedding, the score is the cosine of the two embeddings. Recall depends on the size
+of the pool, which is part of a metric's name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Retrieval(Task):
         self.needs = "score" if by == "likelihood" else "embed"
 
     def accepts(self, example: Example) -> bool:
-        """Images with captions; the first caption is used."""
+        """Accept images with captions; the first caption is used."""
         return bool(example.images) and example.question is None
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Retrieval(Task):
         }
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Recall in both directions; row i of the scores is image i, column j caption j."""
+        """Compute the recall in both directions; row i of the scores is image i, column j caption j."""
         images, texts = (_similarities if self._by == "embedding" else _likelihoods)(records)
         metrics = {}
         for direction, ranks in (("image_to_text", _ranks(images)), ("text_to_image", _ranks(texts.T))):
@@ -61,21 +62,21 @@ class Retrieval(Task):
         return metrics
 
     def notes(self, records: Sequence[Record]) -> list[str]:
-        """Chance depends on the pool."""
+        """Say what chance gives, which depends on the pool."""
         count = len(records)
         scored = f", {count * count:,} captions scored" if self._by == "likelihood" else ""
         return [f"retrieval among {count:,} pairs{scored}: recall@1 by chance is {1 / max(1, count):.4f}"]
 
 
 def _ranks(scores: Floats) -> Floats:
-    """How many other columns of each row score at least as high as the diagonal."""
+    """Count the other columns of each row that score at least as high as the diagonal."""
     own = np.diagonal(scores)[:, None]
     ranks: Floats = (scores >= own).sum(axis=1).astype(np.float64) - 1
     return ranks
 
 
 def _likelihoods(records: Sequence[Record]) -> tuple[Floats, Floats]:
-    """Scores for finding captions, and for finding images."""
+    """Return the scores for finding captions, and for finding images."""
     scores = np.full((len(records), len(records)), -np.inf)
     for row, record in enumerate(records):
         by_id = dict(zip(record.get("pool", ()), record.get("logprobs", ()), strict=True))
@@ -86,7 +87,7 @@ def _likelihoods(records: Sequence[Record]) -> tuple[Floats, Floats]:
 
 
 def _similarities(records: Sequence[Record]) -> tuple[Floats, Floats]:
-    """Cosines of all images with all captions."""
+    """Return the cosines of all images with all captions."""
     images, texts = (
         _unit([record.get(name) or [0.0] for record in records]) for name in ("image_embedding", "text_embedding")
     )

@@ -1,4 +1,4 @@
-"""What a task is: which examples it takes, how it asks a model about one, how it scores the records of all."""
+"""The base of all tasks: which examples they accept, how they ask a model, how they score its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Metric
 
 Record = Mapping[str, Any]
-"""A line of examples.jsonl: `id`, `images`, `references`, what the task recorded, or `failure` if the model refused the example."""
+"""A line of examples.jsonl: `id`, `images`, `references`, and what the task recorded, or the `failure`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Asking:
     """All examples of the task."""
 
     def prompt_of(self, example: Example) -> str:
-        """The user's text."""
+        """Return the user's text."""
         return self.prompt.replace("{question}", example.question or "")
 
 
@@ -40,30 +40,30 @@ class Task(ABC):
     max_tokens: ClassVar[int] = 32
     """Default of `Decoding.max_tokens`."""
     takes: ClassVar[str] = "questions with answers"
-    """The examples it takes, for messages."""
+    """Description of the accepted examples, for messages."""
     limit: ClassVar[int | None] = None
     """Default number of examples; None: all."""
     needs: str | None = None
-    """What else a model must be able to do: `score` or `embed`."""
+    """Ability that a model needs: `score` or `embed`."""
     published: Published | None = None
-    """The benchmark that has the task's name, with its own prompt."""
+    """Benchmark of the task's name, with its own prompt."""
     takes_other_data: ClassVar[bool] = True
-    """Whether the task can be done on other data than that benchmark."""
+    """Whether the task accepts other data than that benchmark."""
 
     @abstractmethod
     def accepts(self, example: Example) -> bool:
-        """Whether the task can be done on an example."""
+        """Return whether the task accepts an example."""
 
     @abstractmethod
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Ask the model about one example; what is to be recorded."""
+        """Ask the model about one example; return what is recorded."""
 
     @abstractmethod
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Metrics by name, the most important one first. Each has one row per record."""
+        """Compute metrics by name, the most important one first. Each has one row per record."""
 
     def notes(self, records: Sequence[Record]) -> list[str]:
-        """What a reader of the scores should know."""
+        """Return what a reader of the scores should know."""
         del records
         return []
 
@@ -82,5 +82,5 @@ def generate_answer(model: Model, example: Example, asking: Asking, prompt: str 
 
 
 def answer_of(record: Record) -> str:
-    """The answer of a record; empty if the model refused the example."""
+    """Return the answer of a record; empty if the model refused the example."""
     return str(record.get("answer", ""))

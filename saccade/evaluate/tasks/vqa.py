@@ -1,4 +1,4 @@
-"""VQA v2 and TextVQA, validation (Goyal et al., 2017; Singh et al., 2019): questions with the answers of ten people; VQA accuracy."""
+"""VQA v2 (Goyal et al., 2017) and TextVQA (Singh et al., 2019), validation: ten people's answers; VQA accuracy."""
 
 from __future__ import annotations
 

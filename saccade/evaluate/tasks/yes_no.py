@@ -30,7 +30,7 @@ class YesNo(Task):
         self.published = published
 
     def accepts(self, example: Example) -> bool:
-        """Questions whose reference is yes or no."""
+        """Accept questions whose reference is yes or no."""
         return example.question is not None and example.references[0].lower() in _ANSWERS
 
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class YesNo(Task):
         return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
-        """Accuracy, F1, precision, recall, and how often the answer is yes."""
+        """Compute accuracy, F1, precision, recall, and how often the answer is yes."""
         truth = np.array([_ANSWERS[record["references"][0].lower()] for record in records])
         has_failed = np.array(["failure" in record for record in records])
         said = np.array([is_yes(answer_of(record)) for record in records]) & ~has_failed
@@ -55,7 +55,7 @@ class YesNo(Task):
 
 
 def _f1(sums: Floats) -> Floats:
-    """F1 of summed true positives, false positives, false negatives."""
+    """Compute F1 of summed true positives, false positives, false negatives."""
     double = 2 * sums[..., 0]
     total = double + sums[..., 1] + sums[..., 2]
     score: Floats = np.divide(double, total, out=np.zeros_like(double), where=total != 0)
