@@ -1,14 +1,15 @@
-"""Host time of an engine step with many decode requests, without a GPU: what the device has to be faster than.
+"""Host time of an engine step with many decode requests, without a GPU: the time that the device hides if it is slower.
 
     python -m bench.serve_host [--requests 256] [--steps 100] [--profile]
 
-The engine's own code with a model of one tiny layer whose forward pass is left out, as if it were a CUDA graph that takes no time. Scheduler,
-input building, reading and the front end are complete; sampling has the CPU's kernels instead of the GPU's. One thread runs
-everything, so that nothing waits for the interpreter lock. Medians over the steps, in microseconds:
+This runs the engine's own code with a tiny model of one layer, whose forward pass is skipped like a CUDA graph that
+takes no time. Scheduler, input building, reading and the front end are complete; sampling uses the CPU's kernels
+instead of the GPU's. One thread runs everything, so that nothing waits for the interpreter lock. Medians over the
+steps, in microseconds:
 
-    plan, forward, sample, read, update    parts of `EngineCore.step`; `other` is the rest of it
+    plan, forward, sample, read, update    parts of `EngineCore.step`; `other` is its remaining time
     deliver                                the front end: detokenize and call back (streamed or not)
-    send, receive                          only with the core in a process of its own: outputs as a message, and back
+    send, receive                          only with the core in its own process: encode and decode the outputs
 """
 
 import argparse
@@ -48,7 +49,7 @@ NUM_PROMPT, WARM_UP = 32, 20
 
 
 def make_checkpoint(folder: Path) -> None:
-    """One layer, 32 wide."""
+    """Write a checkpoint of one layer of width 32."""
     language = LanguageConfig(
         vocab_size=512, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32, rope_theta=1e6,
         rope_sections=(2, 3, 3), norm_eps=1e-6, max_positions=4096,
@@ -67,26 +68,26 @@ class NoGraphs:
         self._logits = runner.forward_pass.logits.normal_()
 
     def run(self, size: StepSize) -> torch.Tensor:
-        """Logits of some step."""
+        """Return logits without computing them."""
         return self._logits[: size.num_samples]
 
 
 class SameThread:
-    """A core client whose messages are handled at once."""
+    """A transport that handles messages at once, in the caller's thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self.info, self.statistics, self._core = core.info, core.statistics, core
 
     def send(self, message: Message) -> None:
-        """Handle it."""
+        """Handle a message."""
         self._core.handle(message)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def timed(times: list[float], call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call, with its microseconds appended."""
+    """Wrap a call so that its duration in microseconds is appended to `times`."""
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -98,7 +99,7 @@ def timed(times: list[float], call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_core(folder: Path, processor: Processor, num_requests: int, times: Times) -> EngineCore:
-    """A core without device work, whose parts are timed."""
+    """A core without device work whose parts are timed."""
     config = EngineConfig(max_requests=num_requests, max_length=2048, max_draft_tokens=0, num_pages=num_requests * 16)
     pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
     runner = load_runner(folder, config, pixels=pixels, device="cpu")
@@ -111,7 +112,7 @@ def make_core(folder: Path, processor: Processor, num_requests: int, times: Time
 
 
 def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, profiler: cProfile.Profile) -> Times:
-    """Run decode steps of so many requests."""
+    """Run `num_steps` decode steps of `num_requests` requests; returns the times of their parts."""
     processor, times = Processor.load(folder), defaultdict(list)
     original = StepHandle.read
     core = make_core(folder, processor, num_requests, times)
@@ -153,7 +154,7 @@ def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, p
         deliver(outputs)
         profiler.disable()
         send(outputs)
-        assert receive() == outputs, "outputs change on their way"
+        assert receive() == outputs, "outputs are equal after encoding and decoding"
     for request_id in core.scheduler.request_ids():
         engine.cancel(request_id)
     for connection in (near, far):
@@ -164,7 +165,7 @@ def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, p
 
 
 def main() -> None:
-    """Print medians."""
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=100)
@@ -189,13 +190,13 @@ def main() -> None:
 
 
 class NoProfile:
-    """Nothing is profiled."""
+    """A profiler that does nothing."""
 
     def enable(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def disable(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 if __name__ == "__main__":

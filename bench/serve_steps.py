@@ -29,13 +29,13 @@ from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 
 def text_prompt(rng: np.random.Generator, length: int) -> TokenPrompt:
-    """Random ids."""
+    """A prompt of random token ids."""
     ids = [int(i) for i in rng.integers(1, 150_000, length)]
     return TokenPrompt(token_ids=ids, positions=mrope_positions([TextSpan(length)]))
 
 
 def image_prompt(rng: np.random.Generator) -> TokenPrompt:
-    """An image of 672 x 672 and 62 tokens of text."""
+    """A prompt with an image of 672 x 672 pixels and 62 text tokens."""
     patches = rng.integers(0, 256, (2304, 588), dtype=np.uint8)
     span = ImageSpan(key=rng.bytes(32), start=1, num_tokens=576, num_patches=2304)
     ids = [151652, *[151655] * 576, 151653, *(int(i) for i in rng.integers(1, 150_000, 62))]
@@ -56,13 +56,13 @@ def add(core: EngineCore, name: str, prompt: TokenPrompt, num_tokens: int) -> No
 
 
 def run_out(core: EngineCore) -> None:
-    """Run until no request is open."""
+    """Run steps until no request is open."""
     while core.has_work:
         core.step()
 
 
 def kernels(trace: torch.profiler.profile, num_steps: int) -> None:
-    """Microseconds per step and kernel, and GPU utilization."""
+    """Print microseconds per step and kernel, and GPU utilization."""
     found: dict[str, list[float]] = defaultdict(list)
     spans = []
     for event in trace.events():
@@ -75,16 +75,18 @@ def kernels(trace: torch.profiler.profile, num_steps: int) -> None:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     print(
-        f"  span {(end - first) / num_steps:.0f} us a step, busy {busy / (end - first):.1%}, {len(spans) / num_steps:.0f} kernels"
+        f"  span {(end - first) / num_steps:.0f} us a step, busy {busy / (end - first):.1%}, "
+        f"{len(spans) / num_steps:.0f} kernels"
     )
     for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:14]:
         print(
-            f"  {sum(times) / num_steps:9.1f} us {len(times) / num_steps:6.1f} x {sum(times) / len(times):7.2f}  {name[:110]}"
+            f"  {sum(times) / num_steps:9.1f} us {len(times) / num_steps:6.1f} x {sum(times) / len(times):7.2f}  "
+            f"{name[:110]}"
         )
 
 
 def main() -> None:
-    """Decode steps of one and of many requests, then the first token of an image prompt."""
+    """Profile decode steps of one and of many requests, then the first token of an image prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])

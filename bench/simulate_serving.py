@@ -1,11 +1,11 @@
-"""Open-loop serving on a simulated GPU: what a change of the scheduler does to latencies, without one.
+"""Open-loop serving on a simulated GPU: the effect of a scheduler change on latencies.
 
     python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=13] [--breakdown]
 
-The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing
-workers are not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes, after its parts of
-the vision encoder. The constants are measured there (2026-11-18, steps as they are in service). A simulation says which of two policies
-is better, not how good one is: docs/log compares it with the device.
+The engine core, its scheduler and the workload of `bench.open_loop` are real; the runner, the clock and the
+preprocessing workers are simulated. The time of a step is that of the 3B shape on an H200, interpolated over decode
+requests and captured sizes, plus its parts of the vision encoder. The constants are measured there (2026-11-18). Use
+the simulation to compare policies, not for absolute latencies; docs/log compares it with the device.
 """
 
 import argparse
@@ -28,39 +28,39 @@ from saccade.engine.sampling_params import SamplingParams
 from saccade.processor.image import ImageSettings
 
 DECODE_MS = {1: 1.9, 2: 2.3, 4: 2.4, 8: 2.8, 16: 2.9, 24: 3.1, 32: 3.2, 64: 3.6, 128: 4.3, 256: 5.2}
-"""Decode steps by number of requests."""
+"""Time of decode steps by number of requests."""
 MIXED_MS = {
-    16: 3.1, 64: 3.4, 128: 3.8, 192: 4.2, 256: 4.5, 384: 5.5, 512: 6.6, 640: 7.7, 768: 8.7, 896: 9.6, 1024: 10.7, 1280: 13.1, 1536: 15.4,
-    2048: 20.1, 3072: 29.4, 4096: 39.1, 4352: 41.5,
+    16: 3.1, 64: 3.4, 128: 3.8, 192: 4.2, 256: 4.5, 384: 5.5, 512: 6.6, 640: 7.7, 768: 8.7, 896: 9.6, 1024: 10.7,
+    1280: 13.1, 1536: 15.4, 2048: 20.1, 3072: 29.4, 4096: 39.1, 4352: 41.5,
 }  # fmt: skip
-"""Steps with prompts and decode requests, by captured size, as they are in service up to 1024."""
+"""Time of steps with prompts and decode requests, by captured size; measured while serving up to 1024."""
 ENCODE_MS = {
-    256: 1.9, 576: 2.8, 896: 3.4, 1024: 3.6, 1280: 4.2, 1536: 4.8, 2048: 6.0, 2304: 6.7, 2560: 7.6, 3072: 8.6, 4864: 13.8, 5120: 15.1, 6400: 18.2,
-    8192: 23.2, 32768: 94.0,
+    256: 1.9, 576: 2.8, 896: 3.4, 1024: 3.6, 1280: 4.2, 1536: 4.8, 2048: 6.0, 2304: 6.7, 2560: 7.6, 3072: 8.6,
+    4864: 13.8, 5120: 15.1, 6400: 18.2, 8192: 23.2, 32768: 94.0,
 }  # fmt: skip
-"""A pass of the vision encoder alone by its budget of patches, with what comes before and after it; beyond 8192 it is extrapolated."""
+"""Time of a vision encoder pass by its patch budget, including uploads; the last entry is extrapolated."""
 BUDGET_PADDING = 60
-"""Patches, on average."""
+"""Average padding of a pass, in patches."""
 DECODE_REQUEST_MS = 0.008
-"""Time of each further decode request of such a step."""
+"""Time of each decode request of a step with prompts, after the first eight."""
 IMAGES = ImageSettings()
 LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0006, 0.00015, 0.0008, 0.0007, 0.0005
-"""Host: plan and launch a step, read one, launch a pass, send a request or an output to another process, wait for a message. The first
-and the third take 0.85 and 1.65 ms with the core in a thread; in a process of its own they are estimated."""
+"""Host time to plan and launch a step, read a step, launch a pass, and send a message to another process; maximum wait
+for a message. Launches are estimates for a core in its own process."""
 
 
 def encode_ms(num_patches: int) -> float:
-    """A pass of the vision encoder alone."""
+    """Time of a vision encoder pass."""
     return _interpolate(ENCODE_MS, num_patches + BUDGET_PADDING)
 
 
 def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
-    """Until the prompt of a request is ready: its images are copied and hashed one after another, and patchified on the device."""
+    """Time until a request's prompt is ready: its images are copied and hashed one after another."""
     return 0.9 + sum(0.3 + 4.5e-6 * height * width for height, width in images)
 
 
 class Work:
-    """A step, or parts of a pass of the encoder."""
+    """Device work: a step, or parts of an encoder pass."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -69,28 +69,28 @@ class Work:
 
 
 class Gpu:
-    """A stream of work, and the time."""
+    """A stream of device work, and the simulated time."""
 
     def __init__(self) -> None:
         self.now = self._free_at = 0.0
         self._queued: deque[Work] = deque()
 
     def launch(self, seconds: float) -> Work:
-        """Queue work."""
+        """Queue work that takes `seconds`."""
         self._queued.append(work := Work(seconds))
         work.begun_at = max(self.now, self._free_at)
         self._free_at = work.begun_at + seconds
         return work
 
     def run_until(self, time: float) -> None:
-        """Advance the time."""
+        """Advance the simulated time to `time`."""
         self.now = max(self.now, time)
         while self._queued and self._end_of(self._queued[0]) <= self.now:
             work = self._queued.popleft()
             work.ended_at = self._end_of(work)
 
     def wait(self, work: Work) -> None:
-        """Advance the time until it has ended."""
+        """Advance the simulated time to the end of `work`."""
         self.run_until(self._end_of(work))
 
     @staticmethod
@@ -100,7 +100,7 @@ class Gpu:
 
 
 class SimulatedRunner:
-    """What the core uses of a runner."""
+    """A runner without a device; has the methods that the core uses."""
 
     num_registered = 0
 
@@ -115,29 +115,29 @@ class SimulatedRunner:
             is_cpu=False,
         )
         self.chunks: dict[str, list[Work]] = {}
-        """Steps with a part of a request's prompt."""
+        """Steps with a chunk of a request's prompt, by request id."""
         self.requests: dict[str, Request] = {}
         self._pass: tuple[ImageToEncode, ...] = ()
         self._parts_left, self._part_s = 0, 0.0
 
     def register(self, request: Request, prompt: object, adapter_slot: int | None) -> None:
-        """A request was added."""
+        """Store a request."""
         self.requests[request.id] = request
 
     def unregister(self, request_id: str) -> None:
-        """A request has ended."""
+        """Drop an ended request."""
         self.requests.pop(request_id, None)
 
     def counters(self) -> DeviceCounters:
-        """All sizes are captured."""
+        """Zero, as all sizes are captured."""
         return DeviceCounters(0, 0, 0)
 
     def encode_ms(self, num_patches: int) -> float:
-        """Time of a pass, or of several."""
+        """Time of an encoder pass."""
         return encode_ms(num_patches) if num_patches else 0.0
 
     def run_encoder(self, plan: StepPlan) -> tuple[EncodeResult, ...]:
-        """Launch parts of the pass of the plan's images, or of the one in progress; returns the images that are then complete."""
+        """Launch the encoder parts of a plan; returns the images whose encoding ends with it."""
         if plan.images:
             spans = [self.requests[image.request_id].images[image.image_index] for image in plan.images]
             self._pass, self._parts_left = plan.images, plan.pass_parts
@@ -180,11 +180,11 @@ class SimulatedRunner:
         return mixed_ms + DECODE_REQUEST_MS * max(0, num_decode - 8)
 
     def sample(self, forward: "SimulatedStep", masks: object) -> "SimulatedStep":
-        """Part of the step."""
+        """Return the step: sampling is part of its time."""
         return forward
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 class SimulatedStep(NamedTuple):
@@ -197,11 +197,11 @@ class SimulatedStep(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the step has ended."""
         return self.work.ended_at is not None
 
     def read(self) -> StepResult:
-        """Wait for its end."""
+        """Wait for the step's end and return its result."""
         self.gpu.wait(self.work)
         self.gpu.run_until(self.gpu.now + READ_S)
         chunks = tuple([ChunkResult(chunk.request_id, (1,) if chunk.samples else ()) for chunk in self.plan.chunks])
@@ -213,7 +213,7 @@ def _interpolate(table: dict[int, float], x: int) -> float:
 
 
 def requests_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
-    """When each request reaches the core."""
+    """Each request with the time when it reaches the core."""
     for number, arrival in enumerate(arrivals):
         token_ids, spans = [1] * 40, []
         for index, (height, width) in enumerate(arrival.images):
@@ -267,11 +267,11 @@ class Simulation:
         return [(times[0] - one.arrival_s) * 1e3 for times, one in zip(self.times, self.arrivals, strict=True)]
 
     def gaps_ms(self) -> list[float]:
-        """Gaps between tokens of all requests."""
+        """Inter-token latencies of all requests."""
         return [gap * 1e3 for times in self.times for gap in np.diff(times)]
 
     def breakdown_ms(self) -> Iterator[tuple[float, ...]]:
-        """Times of each request: until it is ready, until its first chunk begins, until its last one begins, the last one, until the token is sent."""
+        """Stages of each request: preprocessing, queue, chunks before the last, the last chunk, sending."""
         for number, arrival in enumerate(self.arrivals):
             steps = self.runner.chunks[str(number)]
             first, last, ended = steps[0].begun_at or 0.0, steps[-1].begun_at or 0.0, steps[-1].ended_at or 0.0
@@ -280,7 +280,7 @@ class Simulation:
 
 
 def show(rate: float, runs: Sequence[Simulation]) -> str:
-    """One line: percentiles, averaged over runs."""
+    """One line of percentiles, averaged over runs."""
     parts = []
     for values in ([run.ttft_ms() for run in runs], [run.gaps_ms() for run in runs]):
         found = [percentiles(np.array(one)) for one in values]
@@ -289,12 +289,12 @@ def show(rate: float, runs: Sequence[Simulation]) -> str:
 
 
 def main() -> None:
-    """Simulate every rate."""
+    """Simulate and print every rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[32, 64])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="a setting of EngineConfig")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="an EngineConfig setting")
     parser.add_argument("--breakdown", action="store_true", help="mean times from arrival to first token")
     options = parser.parse_args()
     settings: dict[str, Any] = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}

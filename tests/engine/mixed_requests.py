@@ -1,11 +1,12 @@
-"""Random mixed requests in one engine, each compared with itself alone in another one.
+"""Random mixed requests in one engine; each result is compared with that of the request alone in another engine.
 
-    PYTHONPATH=tests python -m engine.mixed_requests [--rounds 8] [--requests 40] [--seed 0] [--families qwen2_5_vl qwen3_vl llava_onevision]
+    PYTHONPATH=tests python -m engine.mixed_requests [--rounds 8] [--requests 40] [--seed 0] [--families qwen3_vl]
 
-Requests have text and images, many of them shared; greedy and random sampling, penalties, biases, grammars, stop strings, log-probabilities,
-several completions; adapters, priorities and salts. They come from 16 threads, streamed or whole, and some streams are left in the
-middle. Each round has an engine of another configuration: few pages, so that requests are preempted; small steps, passes and caches, which
-are on or off; drafts, or none. In fp32 on a CPU every answer is that of an engine that runs one completion at a time and caches nothing.
+Requests have text and images, many of them shared; greedy and random sampling, penalties, biases, grammars, stop
+strings, log-probabilities and several completions; adapters, priorities and salts. They come from 16 threads, streamed
+or whole, and some streams are closed early. Each round configures the engine differently: few pages, so that requests
+are preempted; small steps, passes and caches, which are on or off; with or without drafts. In fp32 on a CPU every
+result must be that of an engine that runs one completion at a time and caches nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ADAPTERS: dict[str, Any] = {
 MAX_LENGTH = 256
 NUM_THREADS = 16
 TOLERANCE = 1e-3
-"""Between log-probabilities: steps of other shapes round otherwise."""
+"""Maximum difference of log-probabilities: steps of other shapes round differently."""
 FORMS: list[dict[str, Any]] = [
     {"regex": "(ab|cd){2,6}-[0-9]{3}"},
     {"choice": ["yes", "no", "a cat"]},
@@ -51,7 +52,10 @@ FORMS: list[dict[str, Any]] = [
     {
         "json_schema": {
             "type": "object",
-            "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 99}, "colour": {"enum": ["red", "green"]}},
+            "properties": {
+                "count": {"type": "integer", "minimum": 0, "maximum": 99},
+                "colour": {"enum": ["red", "green"]},
+            },
             "required": ["count", "colour"],
             "additionalProperties": False,
         }
@@ -61,7 +65,7 @@ FORMS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class MixedRequest:
-    """What is asked of an engine."""
+    """A request to an engine."""
 
     messages: list[dict[str, Any]]
     sampling: SamplingParams
@@ -70,21 +74,21 @@ class MixedRequest:
     salt: bytes
     streams: bool
     left_after: int | None
-    """Tokens after which a stream is left; None: it is read to its end."""
+    """Tokens after which the stream is closed. None: it is read to its end."""
 
 
 @dataclass
 class Report:
-    """What was compared."""
+    """Results of comparisons."""
 
     num_comparisons: int = 0
-    """Completions, whole or up to where a stream was left."""
+    """Number of completions compared, whole or up to where their stream was closed."""
     differences: list[str] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
-    """What happened in the mixed engines, and what the requests had."""
+    """Counts of engine events and request features."""
 
     def add(self, other: Report) -> None:
-        """Add what another comparison found."""
+        """Add the results of another report."""
         self.num_comparisons += other.num_comparisons
         self.differences += other.differences
         self.events += other.events
@@ -94,7 +98,7 @@ class Report:
 
 
 def draw_requests(rng: random.Random, letters: Sequence[int], count: int) -> list[MixedRequest]:
-    """`letters`: the tokens of a, b and c, of which some texts consist: they repeat, so that they are drafted and stopped."""
+    """`letters`: the tokens of a, b and c. Biases to them make outputs repeat, so that they are drafted and stopped."""
     conversations = [draw_messages(rng) for _ in range(max(2, count // 3))]
     return [draw_request(rng, letters, rng.choice(conversations)) for _ in range(count)]
 
@@ -149,7 +153,7 @@ def draw_request(rng: random.Random, letters: Sequence[int], messages: list[dict
 
 
 def draw_config(rng: random.Random) -> EngineConfig:
-    """Pages for little more than one request of the maximum length, and small limits everywhere."""
+    """A random configuration with small limits and pages for few requests of the maximum length."""
     page_size = rng.choice([1, 4, 8, 16])
     return EngineConfig(
         page_size=page_size,
@@ -169,8 +173,8 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 
 ALONE = EngineConfig(
-    page_size=16, num_pages=MAX_LENGTH // 16 + 1, max_length=MAX_LENGTH, max_requests=1, max_draft_tokens=0, prefix_cache=False,
-    encoder_cache=False, processed_image_cache_bytes=0, max_adapters=len(ADAPTERS), num_workers=0,
+    page_size=16, num_pages=MAX_LENGTH // 16 + 1, max_length=MAX_LENGTH, max_requests=1, max_draft_tokens=0,
+    prefix_cache=False, encoder_cache=False, processed_image_cache_bytes=0, max_adapters=len(ADAPTERS), num_workers=0,
 )  # fmt: skip
 
 
@@ -178,14 +182,14 @@ ALONE = EngineConfig(
 
 
 class Answer:
-    """The completions of a request; of one that was left, the deltas alone."""
+    """The completions of a request, without one if its stream was closed early, and the deltas of its stream."""
 
     def __init__(self, completions: Sequence[Completion], deltas: Sequence[CompletionDelta] = ()) -> None:
         self.completions, self.deltas = completions, deltas
 
 
 def ask(engine: Engine, request: MixedRequest) -> Answer:
-    """Ask as the request says, and wait."""
+    """Send a request and wait for its result."""
     options = RequestOptions(priority=request.priority, salt=request.salt, adapter=request.adapter)
     if not request.streams:
         return Answer(engine.generate([request.messages], request.sampling, options=options))
@@ -205,7 +209,7 @@ def ask(engine: Engine, request: MixedRequest) -> Answer:
 
 
 def compare(request: MixedRequest, alone: Sequence[Completion], answer: Answer) -> Report:
-    """An answer with the completions of the same request alone, and a stream with its completion."""
+    """Compare an answer with the completions of the same request alone, and a stream with its completion."""
     report = Report(num_comparisons=max(1, len(answer.completions)))
     differences: list[str] = []
     for ours, theirs in zip(answer.completions, alone, strict=bool(answer.completions)):
@@ -224,7 +228,7 @@ def compare(request: MixedRequest, alone: Sequence[Completion], answer: Answer) 
 
 
 def compare_stream(answer: Answer, alone: Completion) -> Iterator[str]:
-    """The deltas with the completion alone, as far as they were read."""
+    """Compare deltas, as far as they were read, with the completion alone. Yields the differences."""
     text = "".join(delta.text for delta in answer.deltas)
     token_ids = [token for delta in answer.deltas for token in delta.token_ids]
     logprobs = [one for delta in answer.deltas for one in delta.logprobs]
@@ -239,7 +243,7 @@ def compare_stream(answer: Answer, alone: Completion) -> Iterator[str]:
 
 
 def are_close(ours: Sequence[TokenLogprobs | None] | None, theirs: Sequence[TokenLogprobs | None] | None) -> bool:
-    """Whether log-probabilities are those of the same tokens, and equal but for rounding; likely tokens may change places."""
+    """Whether two lists have close log-probabilities of the same tokens. Most likely tokens may swap ranks."""
     if ours is None or theirs is None:
         return ours is theirs
     return len(ours) == len(theirs) and all(
@@ -260,11 +264,11 @@ def are_close(ours: Sequence[TokenLogprobs | None] | None, theirs: Sequence[Toke
 
 
 def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: int, num_requests: int) -> Report:
-    """Ask an engine of a random configuration for random requests from many threads, and compare with `alone`."""
+    """Send random requests from many threads to a randomly configured engine, and compare with `alone`."""
     rng = random.Random(seed)
     letters = [alone.processor.tokenizer.encode_text(letter)[0] for letter in "abc"]
     requests, config = draw_requests(rng, letters, num_requests), draw_config(rng)
-    long_masks = rng.choice([0.0, 1e9])  # requests with a grammar are left out of steps, or steps wait for their masks
+    long_masks = rng.choice([0.0, 1e9])  # steps leave out requests with a grammar, or wait for masks
     expected = [
         alone.generate([one.messages], one.sampling, options=RequestOptions(adapter=one.adapter)) for one in requests
     ]
@@ -296,7 +300,7 @@ def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: i
 
 
 def features_of(request: MixedRequest) -> list[str]:
-    """What a request has, for the report."""
+    """Features of a request, for the report."""
     sampling = request.sampling
     has = {
         "with images": any(part["type"] == "image" for part in request.messages[0]["content"]),
@@ -313,7 +317,7 @@ def features_of(request: MixedRequest) -> list[str]:
 
 
 def run(family: str, folder: Path, *, seeds: Sequence[int], num_requests: int) -> Report:
-    """Rounds with a tiny checkpoint of a family, written into `folder`."""
+    """Run rounds with a tiny checkpoint of a family, written into `folder`."""
     checkpoint = make_checkpoint(folder / family, FAMILIES[family])
     adapters = write_adapters(checkpoint, folder / f"{family}-adapters", merges=False, **ADAPTERS)
     report = Report()
@@ -324,16 +328,14 @@ def run(family: str, folder: Path, *, seeds: Sequence[int], num_requests: int) -
 
 
 def main() -> None:
-    """Run rounds for each family; prints what was compared and every difference. Exits 1 if there is one."""
+    """Run rounds for each family and print the reports. Exits 1 if there is a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="engines per family")
     parser.add_argument("--requests", type=int, default=40, help="requests per round")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     args = parser.parse_args()
-    logging.getLogger("saccade").setLevel(
-        logging.ERROR
-    )  # streams that are left end after their loops, with a warning each
+    logging.getLogger("saccade").setLevel(logging.ERROR)  # a stream that is closed early may log a warning
     num_differences = 0
     for family in args.families:
         with tempfile.TemporaryDirectory() as folder:

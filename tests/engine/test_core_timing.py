@@ -1,4 +1,4 @@
-"""When the core waits, for what, and what it learns of times: on the simulated GPU of `bench/simulate_serving.py`."""
+"""What the core waits for, and the times that it learns, on the simulated GPU of `bench/simulate_serving.py`."""
 
 import itertools
 
@@ -17,7 +17,7 @@ NAMES = itertools.count()
 
 
 class FailsLargeImages(SimulatedRunner):
-    """As images that need more memory than there is: they fail at once."""
+    """Images that need more memory than there is fail at once."""
 
     def run_encoder(self, plan):
         spans = [self.requests[image.request_id].images[image.image_index] for image in plan.images]
@@ -50,7 +50,7 @@ def add(core, one):
 
 
 def run(core, gpu, seconds=1e9):
-    """The times of the tokens of each request, until no work is left or the time is over."""
+    """Run until there is no work, or for `seconds`. Returns the times of the tokens of each request."""
     times, until = {}, gpu.now + seconds
     while core.has_work and gpu.now < until:
         for output in core.step(lambda: gpu.run_until(gpu.now + 0.0005)):
@@ -63,7 +63,7 @@ def longest_gap_ms(times):
 
 
 def teach(core, gpu):
-    """Have it learn how long steps take."""
+    """Let the core learn how long steps take."""
     add(core, request(100, 200))
     for _ in range(20):
         add(core, request(100, 1, 1024))
@@ -105,7 +105,7 @@ def test_images_that_fail_delay_nothing_else(num_patches):
 @pytest.mark.parametrize("images", [(7600,), (256, 7600), (7600, 256)], ids=str)
 @pytest.mark.parametrize("target", [12.0, None])
 def test_a_large_image_does_not_hold_up_others(images, target):
-    """It is encoded in parts, between which others decode."""
+    """The image is encoded in parts, between which other requests decode."""
     gpu, core = make(target_step_ms=target)
     teach(core, gpu)
     decoding = add(core, request(100, 200))
@@ -113,12 +113,12 @@ def test_a_large_image_does_not_hold_up_others(images, target):
     for num_patches in images:
         add(core, request(100, 1, num_patches))
     times = run(core, gpu)
-    # Alone, the large image takes 24 ms and its prompt, one step without a target, 20.
+    # Alone, encoding the large image takes 24 ms, and its prompt 20 ms in one step without a target.
     assert longest_gap_ms(times[decoding]) < (35 if target is None else 17)
 
 
 def test_an_image_larger_than_a_pass_does_not_freeze_others():
-    """It takes the encoder 94 ms, and its prompt of 8192 tokens some 90."""
+    """Encoding the image takes 94 ms, and its prompt of 8192 tokens about 90 ms."""
     gpu, core = make(max_step_tokens=4096)
     teach(core, gpu)
     decoding = add(core, request(100, 400))
@@ -129,7 +129,7 @@ def test_an_image_larger_than_a_pass_does_not_freeze_others():
     assert times[name]
     assert longest_gap_ms(times[decoding]) < 40
     assert core._step_budget.decode_ms == pytest.approx(before, rel=0.1), (
-        "parts of the encoder are no part of the time of a step"
+        "the time of a step does not include its encoder parts"
     )
 
 
@@ -150,7 +150,7 @@ def test_a_burst_makes_steps_longer_until_it_is_served():
 
 
 def test_text_does_not_keep_images_from_being_encoded():
-    """Prompts that come after the image do not take the encoder's part of a step."""
+    """Prompts that arrive after the image do not take the encoder's share of a step."""
     gpu, core = make()
     teach(core, gpu)
     add(core, request(100, 2000))
@@ -196,14 +196,14 @@ def test_a_request_that_arrives_early_in_a_decode_step_is_part_of_the_next_one()
 
 
 def launches_of(core):
-    """Plans that are launched from now on."""
+    """A list to which later plans are appended when they are launched."""
     launched, forward = [], core._runner.forward
     core._runner.forward = lambda plan: launched.append(plan) or forward(plan)
     return launched
 
 
 def test_a_small_image_is_waited_for_while_others_decode():
-    """The next step encodes and reads it."""
+    """The next step encodes and reads the image."""
     gpu, core = make()
     teach(core, gpu)
     decoding = add(core, request(100, 200))

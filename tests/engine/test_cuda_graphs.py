@@ -118,7 +118,7 @@ class FakeGraphs(CudaGraphs):
 
 
 class PartGraph:
-    """Ending its capture fails where the capture has failed."""
+    """A graph whose `capture_end` fails if its capture has failed."""
 
     def __init__(self, log, fails):
         self.log, self.fails = log, fails

@@ -31,7 +31,7 @@ VISION = VisionConfig(
 )  # fmt: skip
 
 BATCHES = {
-    "one image beside much padding": [(1, 2, 2)],
+    "one image with much padding": [(1, 2, 2)],
     "one image": [(1, 16, 12)],
     "an image of odd sides": [(1, 18, 22)],
     "several images": [(1, 8, 8), (1, 2, 14), (1, 20, 6), (1, 10, 10)],
@@ -44,7 +44,7 @@ BATCHES = {
 
 
 def image_of(grid: tuple[int, int, int], seed: int) -> PromptImage:
-    """An image, which has one frame, or a video."""
+    """A prompt image: a still image with one frame, or a video."""
     num_patches, patch_dim = int(np.prod(grid)), 588 if grid[0] == 1 else 1176
     patches = np.random.default_rng(seed).integers(0, 256, (num_patches, patch_dim), dtype=np.uint8)
     span = ImageSpan(key=bytes([seed]) * 32, start=0, num_tokens=num_patches // 4, num_patches=num_patches)
@@ -108,7 +108,7 @@ def test_images_that_fit_no_budget_are_not_padded(model, grids):
 
 @pytest.mark.parametrize("budgets", [BUDGETS, ()], ids=["padded", "eager"])
 def test_a_whole_image_has_the_features_of_its_patches(model, budgets):
-    """Resized or not, among others."""
+    """Resized or not, with other images in the same pass."""
     tower, rng = model.vision, np.random.default_rng(0)
     images, expected = [], []
     for seed, (grid, size) in enumerate([((1, 8, 6), (112, 84)), ((1, 4, 10), (61, 130)), ((1, 6, 6), (84, 85))]):
@@ -121,7 +121,7 @@ def test_a_whole_image_has_the_features_of_its_patches(model, budgets):
 
 
 def test_whole_images_of_as_many_pixels_as_allowed_fit_the_buffers(model, folder):
-    """70 x 70 pixels become 56 x 56, four tokens: 1.56 times as many bytes as patches, and not a multiple of the alignment."""
+    """70 x 70 pixels become 56 x 56, four tokens: 1.56 times the bytes of its patches, and not aligned."""
     rules, pixels = load_rules(folder), np.random.default_rng(0).integers(0, 256, (70, 70, 3), dtype=np.uint8)
     size = rules.images.cell * 2
     small = dataclasses.replace(rules, images=dataclasses.replace(rules.images, max_pixels=size**2))
@@ -137,7 +137,7 @@ def test_whole_images_of_as_many_pixels_as_allowed_fit_the_buffers(model, folder
 
 
 def test_features_do_not_depend_on_earlier_batches(model):
-    """Not even through padding: the same images give the same bits whatever was encoded before."""
+    """Not even through padding: the same images give the same bits after any other batch."""
     encoder = encoder_of(model)
     for seed, grids in enumerate([*BATCHES.values(), *reversed(BATCHES.values())]):
         images = images_of(grids, seed)
@@ -160,7 +160,7 @@ def test_the_largest_budget_covers_max_encoder_patches(max_patches):
 
 @pytest.mark.parametrize("side", [224, 336, 448, 672, 896, 1008])
 def test_budgets_have_capacity_for_ordinary_images(side):
-    """Alone, and as many as a budget takes."""
+    """One image alone, and as many as fit into a budget."""
     grid = (1, side // 28 * 2, side // 28 * 2)
     num_patches = grid[1] * grid[2]
     for count in {1, 8192 // num_patches}:
@@ -195,7 +195,7 @@ def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
 
 @pytest.mark.parametrize("num_parts", [ENCODER_PARTS, 3 * ENCODER_PARTS])
 def test_a_pass_that_is_not_captured_runs_in_parts_as_well(folder, monkeypatch, num_parts):
-    """More parts than blocks included; on a CPU with several groups of images."""
+    """Also with more parts than blocks, and on a CPU with several groups of images."""
     monkeypatch.setattr("saccade.engine.device.encoder._CPU_PATCHES", 24)
     model = load_model(folder, device="cpu").requires_grad_(False)
     encoder, images = encoder_of(model, budgets=()), images_of([(1, 4, 6), (1, 2, 2)])
@@ -226,7 +226,7 @@ def stream():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_BOUNDS)
 def test_captured_features_are_those_of_the_images_alone(folder, dtype, stream):
-    """Eager, then captured, then replayed, with other images each time."""
+    """Eager, then captured, then replayed, each time with other images."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = load_model(folder, device="cuda", dtype=dtype).requires_grad_(False)
     encoder = encoder_of(model)
@@ -286,8 +286,8 @@ def test_a_replay_gives_the_bits_of_the_first_run(folder, stream):
 
 
 @pytest.mark.gpu
-def test_calls_queued_behind_a_busy_gpu_keep_their_own_pixels(folder, stream):
-    """More calls than host buffers: a buffer is reused when its copy has completed. Nothing else synchronizes."""
+def test_calls_queued_on_a_busy_gpu_keep_their_own_pixels(folder, stream):
+    """There are more calls than host buffers. A buffer is reused when its copy is complete; nothing else waits."""
     model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
     encoder = encoder_of(model)
     batches = [images_of([(1, 16, 12)], seed) for seed in range(6)]

@@ -59,7 +59,7 @@ def test_without_caching_an_unused_image_is_evicted_at_once():
 
 @pytest.mark.parametrize("keeps_unused", [True, False])
 def test_an_image_in_flight_is_not_evicted_even_without_users(keeps_unused):
-    """The encoder writes to its slots."""
+    """The encoder still writes to its slots."""
     cache = EncoderCache(ENCODER_SLOT_TOKENS, keeps_unused=keeps_unused)
     cache.acquire(A, 64)
     cache.release(A)

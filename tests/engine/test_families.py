@@ -1,4 +1,7 @@
-"""The engine gives the tokens of `transformers` for every family: chunked prefill, small caches, preemption, images and videos."""
+"""The engine gives the tokens of `transformers` for every family.
+
+Covers chunked prefill, small caches, preemption, images and videos.
+"""
 
 import dataclasses
 import random
@@ -15,8 +18,8 @@ from saccade.processor import Processor
 
 NUM_TOKENS = 32
 SETTINGS = EngineConfig(
-    page_size=4, num_pages=180, max_length=720, max_requests=3, max_step_tokens=48, max_encoder_patches=64, encoder_cache_tokens=512,
-    num_workers=0,
+    page_size=4, num_pages=180, max_length=720, max_requests=3, max_step_tokens=48, max_encoder_patches=64,
+    encoder_cache_tokens=512, num_workers=0,
 )  # fmt: skip
 
 
@@ -26,7 +29,7 @@ def folder(request, tmp_path_factory):
 
 
 def test_32_greedy_tokens_are_those_of_transformers(folder):
-    """All conversations at once in a KV cache for two of them: requests are chunked, preempted and continued."""
+    """All conversations run at once with a KV cache for two: requests are chunked, preempted and resumed."""
     oracle = Oracle(folder)
     conversations = [CONVERSATIONS[name] for name in ("text-only", "1100x60", "multi-image", "28x28", "multi-turn")]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -40,14 +43,15 @@ def test_32_greedy_tokens_are_those_of_transformers(folder):
 
 
 def test_a_video_gets_the_tokens_of_plain_generation(folder):
-    """Its frames may be images of their own, and are then cached and computed apart."""
+    """Frames that are separate images are cached and computed separately."""
     frames = [picture(140, 84, seed) for seed in range(5)]
     parts = [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}]
     messages = [{"role": "user", "content": [*parts, {"type": "image", "image": picture(90, 60)}]}]
     processor = Processor.load(folder)
     if processor.rules.video_id is None:
         pytest.skip(
-            "this family takes no videos; the processor refuses them (test_videos_are_refused_by_families_that_take_none)"
+            "this family takes no videos; the processor refuses them "
+            "(test_videos_are_refused_by_families_that_take_none)"
         )
     inputs = processor([messages], add_generation_prompt=True)
     expected = generate(load_model(folder, device="cpu"), inputs, max_new_tokens=NUM_TOKENS)
@@ -76,7 +80,7 @@ def test_an_adapter_that_is_served_is_the_adapter_merged(folder, tmp_path):
 
 
 def test_padded_steps_and_encodings_give_the_same_tokens(folder):
-    """As captured CUDA graphs run them."""
+    """Padded to the sizes of captured CUDA graphs."""
     from engine.test_engine_equals_generate import EagerGraphs
 
     from saccade.engine.device.encoder import Encoder, patch_budgets
@@ -92,7 +96,7 @@ def test_padded_steps_and_encodings_give_the_same_tokens(folder):
         pixel_std=processor.images.std,
         budgets=patch_budgets(1024, runner.model.config.vision.patches_per_token),
     )
-    assert run_blank_request(runner) is None  # the warm-up ends with it, and keeps nothing of it
+    assert run_blank_request(runner) is None  # the warm-up ends with this request
     assert runner.num_registered == 0
     requests = [
         (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(expected[i]), ignore_eos=True)), prompt)

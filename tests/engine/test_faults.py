@@ -79,7 +79,7 @@ class FailsBatchesOnly(Runner):
 
 
 def load(folder, dooms):
-    """Fifty requests, two of them (with their own images) doomed, every other prompt twice; and their expected tokens."""
+    """Fifty requests and their expected tokens. Two with their own images will fail; other prompts occur twice."""
     prompts, expected = plain(folder, 1, 25, 12)
     requests = []
     for number in range(50):
@@ -137,7 +137,7 @@ def test_an_image_that_fails_while_others_decode_is_not_read(folder):
 
 
 class FailsTogether(ImageRunner):
-    """A pass runs in parts, the last of which fails unless it has one image."""
+    """The last part of a pass fails unless the pass has one image."""
 
     num_calls = 0
 
@@ -241,7 +241,7 @@ class FailsOneImage(ImageRunner):
 
 
 def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
-    """One request has both, another the good one alone, in the same step."""
+    """In one step, a request has both images and another request only the good one."""
     prompts, _ = plain(folder, 1, 50, 12)
     both = next(p for p in prompts if len({image.span.key for image in p.images}) >= 2)
     bad, good = both.images[0].span.key, both.images[1].span.key
@@ -258,7 +258,7 @@ def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
 
 
 def test_requests_that_share_a_bad_image_all_fail(folder):
-    """Also one that reads it and leaves it in the step that should have encoded it for the other."""
+    """Also a request that reads the image for the last time in the step that encodes it for another request."""
     prompts, _ = plain(folder, 1, 50, 12)
     prompt = next(p for p in prompts if len(p.images) == 1)
     core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)
@@ -476,7 +476,7 @@ def test_a_request_that_does_not_start_in_time_fails(folder):
 
 
 class NeverCompiled:
-    """Grammars that take for ever."""
+    """Grammars whose compilation never ends."""
 
     def __init__(self):
         self.futures = []

@@ -1,4 +1,4 @@
-"""An image whose patches depend on the number of images in its conversation: caches have both forms."""
+"""Caches distinguish the forms of an image whose patches depend on the number of images in its conversation."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_one_engine_answers_about_an_image_alone_and_among_others_as_transformers_does(folder):
-    """Conversations repeat and alternate, so that every cache has the other form of the image."""
+    """Conversations repeat and alternate, so that every cache already has the other form of the image."""
     conversations = [ALONE, AMONG, ALONE, TWICE, AMONG_THREE, AMONG, LATER, ALONE]
     oracle = Oracle(folder)
     config = EngineConfig(page_size=4, num_pages=256, max_length=512, max_requests=2, num_workers=0)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: CUDA graphs, steps in flight without synchronization, log-probabilities of the training forward."""
+"""The engine on a GPU: CUDA graphs, steps in flight without synchronization, log-probabilities as in training."""
 
 import dataclasses
 import warnings
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_plain_generation_on_the_cpu(folder, changes):
 
 @pytest.mark.parametrize(("kv_format", "times"), [("model", 1.5), ("int8", 2.5), ("fp8", 8.0)])
 def test_log_probabilities_are_as_close_to_fp32_as_those_of_the_training_forward(folder, kv_format, times):
-    """In bf16 both are off; the engine by no more than `times` the training forward's own distance (RMS)."""
+    """In bf16 both differ from fp32; the engine's RMS error is at most `times` that of the training forward."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, dataclasses.replace(CONFIG, kv_format=kv_format), device="cuda", dtype="bf16")
     sampling = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_log_probabilities_are_as_close_to_fp32_as_those_of_the_training_forward
 
 
 def test_launching_a_step_never_synchronizes(folder):
-    """Prompts, images, penalties and log-probabilities: only reading synchronizes."""
+    """With prompts, images, penalties and log-probabilities, only reading synchronizes."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, CONFIG, device="cuda", dtype="bf16")
     warm_up(core._runner)
@@ -108,7 +108,7 @@ def test_nothing_is_captured_after_the_warm_up(folder):
 
 
 def test_features_are_not_overwritten_while_a_step_reads_them(folder):
-    """An encoder cache of few slots, so that every image takes the place of one that a step in flight reads."""
+    """The encoder cache has few slots, so that every image replaces one that a step in flight reads."""
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts, expected = plain(folder, 0, 40, 16)
     config = dataclasses.replace(CONFIG, encoder_cache_tokens=64, encoder_cache=False, prefix_cache=False)

@@ -1,4 +1,4 @@
-"""Prompt-lookup drafts: right where text repeats, none where it does not, never image tokens; the output does not change."""
+"""Prompt lookup drafts repeated text, no random text and no image tokens, and does not change the output."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ def make_state(token_ids, *, images=(), **fields):
 
 
 def drafts_of(state, num_tokens, lookup=None):
-    """Drafts of a request that drafts."""
+    """Drafts for a request that drafts."""
     lookup = lookup or PromptLookup()
     lookup.observe(state, 1, 0)
     lookup._histories["r"].is_drafting = True
@@ -41,7 +41,7 @@ def drafts_of(state, num_tokens, lookup=None):
 
 @dataclass
 class Run:
-    """Cost of generating an output."""
+    """Counts of one generated output."""
 
     num_steps: int = 0
     num_drafted: int = 0
@@ -49,7 +49,7 @@ class Run:
 
 
 def write(lookup, state, output, num_drafts=4):
-    """A model that generates `output`: drafts are accepted as far as they are right, and one more token is sampled."""
+    """Simulate a model that generates `output`: each step accepts correct drafts and samples one more token."""
     run, start = Run(), len(state.token_ids)
     while (done := len(state.token_ids) - start) < len(output):
         drafts = lookup.propose(state, num_drafts)
@@ -124,7 +124,7 @@ def test_image_tokens_are_never_drafted_in_random_conversations():
 
 
 def drafts_reference(token_ids, num_tokens):
-    """The same by searching the whole text each time."""
+    """Reference drafts, by searching the whole text each time."""
     for length in (3, 2):
         for index in range(len(token_ids) - 1, length - 1, -1):
             if token_ids[index - length : index] == token_ids[-length:]:
@@ -169,7 +169,7 @@ def test_copying_the_prompt_takes_a_fraction_of_the_steps():
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(8, 40), (50, 0), (50_000, 0)])
 def test_random_text_gets_no_drafts(num_tokens, most):
-    """With eight different tokens every n-gram occurred before, what follows is random, and one in eight is right by chance."""
+    """With eight tokens every n-gram occurred before; the next token is random, and right once in eight times."""
     rng = random.Random(0)
     state = make_state(rng.choices(range(num_tokens), k=200))
     run = write(PromptLookup(), state, rng.choices(range(num_tokens), k=4000))
@@ -219,7 +219,7 @@ def test_a_forgotten_request_leaks_nothing():
 
 
 def step_s(num_prompt_tokens):
-    """CPU time of a step; the first of a request, which reads the end of the prompt, is left out."""
+    """CPU time of a step, without the first step of a request, which reads the end of the prompt."""
     rng, lookup, times = random.Random(0), PromptLookup(), []
     state = make_state(rng.choices(range(150_000), k=num_prompt_tokens))
     for _ in range(200):
@@ -263,12 +263,12 @@ def random_prompt(rng, length=30):
 
 @pytest.fixture
 def cheap_drafts(monkeypatch):
-    """A draft costs a quarter of a token, whatever the clock says."""
+    """A draft always costs a quarter of a token; measured times are ignored."""
     monkeypatch.setattr(StepBudget, "token_cost", lambda *_: 0.25)
 
 
 REPEATS = {"logit_bias": {7: 100.0}}
-"""The output is one token, again and again."""
+"""The output repeats one token."""
 
 
 @pytest.mark.parametrize("num_requests", [1, MAX_DRAFTING])
@@ -331,7 +331,7 @@ def test_random_text_is_never_drafted(folder):
 )
 @pytest.mark.usefixtures("cheap_drafts")
 def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes):
-    """A narrow distribution that still repeats; with few pages requests are preempted while they draft."""
+    """The distribution is narrow but repeats; with few pages, requests are preempted while they draft."""
     rng = random.Random(4)
     prompts = [random_prompt(rng) for _ in range(6)]
     loop = dict.fromkeys(rng.sample(range(5, 250), 3), 60.0)
@@ -345,7 +345,7 @@ def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes)
 
 @pytest.mark.parametrize("reads_last_token", [True, False])
 def test_drafts_follow_the_first_token_of_their_chunk(reads_last_token):
-    """Also one that the host knows: of a request that resumes after a preemption with one token left to compute."""
+    """Also a first token that the host knows, when a request resumes with one token to compute."""
     prompt = text_prompt(list(range(100, 106)))
     inputs = RequestInputs(Request(id="r", token_ids=prompt.token_ids), prompt)
     builder = InputBuilder(max_requests=2, page_size=4, max_pages=16, num_kv_slots=64, num_features=64)

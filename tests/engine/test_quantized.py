@@ -1,4 +1,4 @@
-"""The engine serves quantized checkpoints: its tokens are those of plain generation by the same quantized model."""
+"""The engine gives the tokens of plain generation by the same quantized model."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_tokens_equal_plain_generation(source, tmp_path, preset):
 
 
 def _gap(output, expected):
-    """Difference of log-probability between the first token that differs and the expected one."""
+    """Difference in log-probability between the first token that differs and the expected token."""
     first = next(i for i, (a, b) in enumerate(zip(output.token_ids, expected, strict=True)) if a != b)
     top = dict(output.logprobs[first].top)
     return top[output.token_ids[first]] - top.get(expected[first], float("-inf"))
@@ -67,7 +67,7 @@ def test_the_model_that_compiles_kernels_has_the_same_storage_forms(source, tmp_
 
 
 def test_adapters_are_served_on_quantized_weights(source, tmp_path):
-    """Beside them, not merged: the same as on the decompressed weights."""
+    """Adapters are not merged into the weights; tokens are those with decompressed weights."""
     folder = write_quantized(source, tmp_path / "model", "W4A16", change=lambda weights: _groups_of(64, weights))
     [adapter] = write_adapters(
         source, tmp_path / "adapters", one={"r": 8, "target_modules": r".*language_model.*_proj"}

@@ -32,7 +32,7 @@ EVERYTHING = SamplingParams(
 
 
 class Sampled:
-    """A request and the tokens it has."""
+    """A request and its tokens."""
 
     def __init__(self, request):
         self.id, self.request, self.sampling, self.stop_ids = request.id, request, request.sampling, request.stop_ids
@@ -51,7 +51,7 @@ def make_request(name="a", prompt=(1, 2, 3, 2), stop_ids=(5, 6), seed=0, **param
 
 
 def start(sampler, slot, sampled, seed=0):
-    """Put a request into a slot, with the output it has."""
+    """Put a request into a slot, with its output tokens."""
     request = dataclasses.replace(sampled.request, seed=seed)
     sampler.set_request(slot, request, sampled.output_token_ids)
 
@@ -82,7 +82,8 @@ def adjusted_reference(logits, request):
 def next_token_reference(logits, request, seed):
     params = request.sampling
     numbers = (params.temperature, params.top_k or VOCAB, params.top_p, params.min_p, seed, len(request.token_ids))
-    return sample_reference(adjusted_reference(logits, request).unsqueeze(0), *(torch.tensor([n]) for n in numbers)).token_ids.item()  # fmt: skip
+    adjusted = adjusted_reference(logits, request).unsqueeze(0)
+    return sample_reference(adjusted, *(torch.tensor([n]) for n in numbers)).token_ids.item()
 
 
 def output_reference(request, seed, num_tokens, dtype=torch.float32):
@@ -129,8 +130,9 @@ def test_every_request_gets_the_tokens_it_would_get_alone(dtype):
     rng, sampler = random.Random(7), Sampler(vocab_size=VOCAB, num_slots=4, device=CPU)
     num_tokens = 8
     waiting = [
-        make_request(f"r{n}", rng.choices(range(VOCAB), k=rng.randint(1, 9)), sampling=random_params(rng)) for n in range(12)
-    ]  # fmt: skip
+        make_request(f"r{n}", rng.choices(range(VOCAB), k=rng.randint(1, 9)), sampling=random_params(rng))
+        for n in range(12)
+    ]
     everyone, running = {request.id: request for request in waiting}, {}
     expected = {request.id: output_reference(request, ord(request.id[1]), num_tokens, dtype) for request in waiting}
     while waiting or running:
@@ -150,16 +152,16 @@ def test_every_request_gets_the_tokens_it_would_get_alone(dtype):
 
 
 def test_a_plain_request_is_not_affected_by_one_with_all_options():
-    alone, beside = make_request("plain", temperature=1.0), make_request("plain", temperature=1.0)
+    alone, together = make_request("plain", temperature=1.0), make_request("plain", temperature=1.0)
     busy, sampler = make_request("busy", sampling=EVERYTHING), Sampler(vocab_size=VOCAB, num_slots=3, device=CPU)
     other = Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    start(sampler, 2, beside, 11)
+    start(sampler, 2, together, 11)
     start(sampler, 0, busy, 12)
     start(other, 0, alone, 11)
     for _ in range(10):
-        step(sampler, [(0, busy), (2, beside)], dtype=torch.bfloat16)
+        step(sampler, [(0, busy), (2, together)], dtype=torch.bfloat16)
         step(other, [(0, alone)], dtype=torch.bfloat16)
-    assert alone.output_token_ids == beside.output_token_ids
+    assert alone.output_token_ids == together.output_token_ids
 
 
 def test_a_slot_keeps_nothing_of_its_previous_request():
@@ -197,7 +199,7 @@ def test_a_request_with_penalties_cannot_have_two_samples():
 
 
 def test_a_step_that_failed_before_its_commit_leaves_nothing_to_the_next_one():
-    """A step that fails is run again in halves, which must find the last tokens and counts of before."""
+    """A step that fails is run again in halves, with the same last tokens and counts as before."""
     sampler = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
     for slot, request in enumerate((make_request(frequency_penalty=1.0, logprobs=1), make_request("b"))):
         start(sampler, slot, request)
@@ -209,7 +211,7 @@ def test_a_step_that_failed_before_its_commit_leaves_nothing_to_the_next_one():
         columns = np.array([slots, [4] * len(slots)], np.int64)
         return sampler.sample(logits[list(slots)], *columns, destination=destination).token_ids.tolist()
 
-    sample(0, 1)  # and fails
+    sample(0, 1)  # then it fails
     [token_id] = sample(1)
     sampler.commit()
     assert last_tokens[:2].tolist() == [VOCAB, token_id]
@@ -334,14 +336,15 @@ def test_the_sampler_never_synchronizes_and_samples_as_on_the_cpu():
     found = []
     for device in (torch.device("cuda"), CPU):
         sampler = Sampler(vocab_size=VOCAB, num_slots=4, device=device)
-        requests = [make_request(f"r{n}", sampling=params) for n, params in enumerate([EVERYTHING, SamplingParams(temperature=1.0), EVERYTHING])]  # fmt: skip
+        all_params = [EVERYTHING, SamplingParams(temperature=1.0), EVERYTHING]
+        requests = [make_request(f"r{n}", sampling=params) for n, params in enumerate(all_params)]
         slots, drawn = np.array([3, 0, 1]), []
         for number in range(8):
             positions = np.full(3, 4 + number)
             logits = torch.stack([logits_of(request.id, 4 + number, torch.bfloat16) for request in requests]).to(device)
             torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")  # the first step compiles the kernel
             try:
-                if number < 2:  # once allocating, once not
+                if number < 2:  # the first start allocates the counts
                     for slot, request in zip(slots.tolist(), requests, strict=True):
                         start(sampler, slot, request, slot)
                 drawn.append(sampler.sample(logits, slots, positions))

@@ -41,7 +41,7 @@ class Recording(Scheduler):
         return [token for output in self.outputs if output.request_id == request_id for token in output.token_ids]
 
     def last(self, request_id):
-        """The last output of an ended request."""
+        """The last output of a request that has ended."""
         [last] = [output for output in self.outputs if output.request_id == request_id and output.finish_reason]
         return last
 
@@ -97,13 +97,15 @@ def added(scheduler, *requests):
 
 
 def encoded(plan):
-    """All encodings of a plan have ended."""
+    """Results of all encodings of a plan."""
     return tuple(EncodeResult(planned.key) for planned in plan.images)
 
 
 def read(scheduler, plan, token=WORD, *, tokens=None, images=None):
-    """Every chunk that samples gets the token, or its `tokens`; drafts are never accepted. Encodings end unless `images` are given; one
-    that failed fails the chunks that read it."""
+    """Update with results: every chunk that samples gets `token`, or its entry of `tokens`; no draft is accepted.
+
+    All encodings end unless `images` are given. An image that failed fails the chunks that read it.
+    """
     images = encoded(plan) if images is None else images
     failures = {result.key: result.failure for result in images if result.failure is not None}
     failed_slots = {planned.slots: failures[planned.key] for planned in plan.images if planned.key in failures}
@@ -322,7 +324,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages():
     assert firsts == ["large", "small"]
 
 
-def test_a_prompt_waits_until_there_are_pages_beside_the_reserved_ones():
+def test_a_prompt_waits_until_there_are_pages_in_addition_to_the_reserved_ones():
     scheduler = make(num_pages=10, max_step_tokens=4)
     added(scheduler, ask("a", 24), ask("b", range(20)))
     step(scheduler)
@@ -331,7 +333,7 @@ def test_a_prompt_waits_until_there_are_pages_beside_the_reserved_ones():
     assert scheduler.num_preemptions == 0
 
 
-def test_a_step_has_a_limited_number_of_chunks_beside_decode_requests():
+def test_a_step_has_a_limited_number_of_chunks_in_addition_to_decode_requests():
     scheduler = make(max_step_chunks=2)
     added(scheduler, *(ask(name, range(100 * i, 100 * i + 4), max_tokens=20) for i, name in enumerate("abcde")))
     assert sizes(step(scheduler)) == {"a": 4, "b": 4}
@@ -365,7 +367,7 @@ def test_a_preempted_request_with_a_pending_token_waits_until_it_is_read():
     while not young.num_preemptions:
         under_way.append(scheduler.plan())
         read(scheduler, under_way.pop(0))
-    assert young.num_pending == 0  # read just now; before that it was pending and preempted at once
+    assert young.num_pending == 0  # `young` was preempted while pending; its token is read now
     while scheduler.has_work:
         plan = scheduler.plan()
         if plan is not None:
@@ -474,7 +476,7 @@ def test_a_pass_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
 
 
 def decoding_with(scheduler, *requests):
-    """A request that decodes, and new ones."""
+    """A request that decodes, and new requests."""
     added(scheduler, ask("text", 2, max_tokens=50))
     step(scheduler)
     added(scheduler, *requests)
@@ -546,7 +548,7 @@ def test_while_no_request_decodes_a_pass_runs_whole():
 
 
 def test_an_image_larger_than_a_pass_is_encoded_alone_and_in_more_parts():
-    """A part of it takes about as long as a part of any other pass, so that it delays decoding no more."""
+    """A part of it takes about as long as a part of any other pass, so that decoding is delayed no more."""
     scheduler = make(keeps_prefixes=False)
     spans = [image(b"i", 2, 4, 65), image(b"j", 6, 1, 8)]
     decoding_with(scheduler, ask("a", 8, spans, max_tokens=1))
@@ -559,7 +561,7 @@ def test_an_image_larger_than_a_pass_is_encoded_alone_and_in_more_parts():
 
 
 def test_a_large_image_is_encoded_in_several_steps_though_no_request_decodes():
-    """So that a request that arrives meanwhile does not wait for all of it."""
+    """Otherwise a request that arrives meanwhile would wait for the whole image."""
     scheduler = make(keeps_prefixes=False)
     added(scheduler, ask("a", 8, [image(b"i", 2, 4, 65)], max_tokens=1))
     plans = [scheduler.plan() for _ in range(2)]
@@ -623,7 +625,7 @@ def test_a_popular_image_does_not_block_others_forever():
 
 
 def test_an_image_is_read_at_once_while_no_request_decodes():
-    """The step waits for it on the device."""
+    """The step waits for the image on the device."""
     scheduler = make()
     added(scheduler, ask("a", 8, [image(b"i", 2, 4)]))
     plan = scheduler.plan()
@@ -654,7 +656,7 @@ def test_a_step_that_only_starts_encodings_is_a_plan_without_chunks():
 
 
 def test_the_slots_of_an_image_in_flight_are_not_reused():
-    """Not even if its request has ended: the encoder writes to them."""
+    """Not even if its request has ended: the encoder still writes to them."""
     scheduler = make(encoder_slots=1, keeps_prefixes=False)
     added(scheduler, ask("a", 8, [image(b"i", 0, 4)]), ask("b", 8, [image(b"j", 0, 4)]))
     plan = scheduler.plan()
@@ -829,7 +831,7 @@ def test_prompt_log_probabilities_are_sent_once_even_after_a_preemption():
 
 
 class Drafts:
-    """Always drafts the same tokens, for some requests or all."""
+    """A drafter that always proposes the same tokens, for some requests or all."""
 
     def __init__(self, *only):
         self.only = only
@@ -849,7 +851,7 @@ def test_accepted_drafts_are_kept_and_rejected_ones_recomputed():
     plan = scheduler.plan()
     chunk = plan.chunks[0]
     assert (chunk.drafts, chunk.num_tokens, chunk.start, chunk.reads_last_token) == ((21, 22, 23), 4, 5, True)
-    assert scheduler.plan() is None  # how many are accepted is known when they are read
+    assert scheduler.plan() is None  # the number of accepted drafts is known when they are read
     read(scheduler, plan, tokens={"a": [21, 22, 9]})
     assert scheduler.tokens("a") == [20, 21, 22, 9]
     assert (state.num_computed_tokens, state.num_pending) == (8, 0)
@@ -889,9 +891,9 @@ def test_drafts_take_neither_pages_nor_tokens_of_other_requests():
 
 
 def test_a_decoding_request_keeps_its_token_when_one_that_waits_for_its_tokens_is_preempted():
-    """`old` runs out of pages and preempts `young`, which waits; the prompt in between must not get the token of `late`."""
+    """`old` preempts `young`, which waits for its tokens; the prompt between must not use the token of `late`."""
     drafter = Drafts("young")
-    drafter.propose = lambda state, num_tokens: ()  # it finds none
+    drafter.propose = lambda state, num_tokens: ()  # it finds no drafts
     num_preemptions = 0
     for num_pages in range(60, 80):
         scheduler = make(
@@ -923,7 +925,7 @@ def test_a_decoding_request_keeps_its_token_when_one_that_waits_for_its_tokens_i
 
 
 def primitives(value):
-    """Nested tuples of what msgpack can encode; AssertionError for anything else."""
+    """Flatten nested tuples to primitives that msgpack can encode; AssertionError for other types."""
     if isinstance(value, tuple):
         return tuple(primitives(one) for one in value)
     assert value is None or type(value) in (int, str, bytes, bool), f"{value!r} is not plain data"

@@ -21,7 +21,7 @@ FIRST_SEEDS = {
     "keep_images_that_failed": 39,
     "do_not_fail_the_users_of_an_image_that_failed": 40,
 }
-"""Where to begin, for bugs that few traces detect."""
+"""First seed for bugs that few traces detect."""
 
 
 def skip_a_free(monkeypatch):
@@ -182,7 +182,7 @@ def report_images_ready_when_their_encoding_starts(monkeypatch):
 
 
 def reuse_the_slots_of_an_image_in_flight(monkeypatch):
-    """Once it has no user, although the encoder still writes to them."""
+    """Evict an image once it has no user, although the encoder still writes to its slots."""
 
     def release(self, key):
         entry = self._entries[key]
@@ -365,14 +365,14 @@ def first_failing_seed(seeds):
     for seed in seeds:
         try:
             Trace(seed).run()
-        except (AssertionError, IndexError):  # by a check, or in the scheduler itself
+        except (AssertionError, IndexError):  # raised by a check, or in the scheduler itself
             return seed
     return None
 
 
 @functools.cache
 def passes(seed):
-    """Without a bug. Bugs have many seeds in common."""
+    """Whether the trace passes without a bug. Bugs have many seeds in common."""
     Trace(seed).run()
     return True
 

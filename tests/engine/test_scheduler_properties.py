@@ -1,4 +1,4 @@
-"""Long random runs of the scheduler: 25,000 steps, 200,000 with those marked slow, each checked against a simulated device."""
+"""Random runs of the scheduler, checked against a simulated device: 25,000 steps, 200,000 with those marked slow."""
 
 from itertools import count
 
@@ -7,7 +7,7 @@ from engine.traces import Trace
 
 NUM_RUNS = 8
 NUM_SHORT = 1
-"""Of the runs; the others are marked slow."""
+"""Number of runs that are not marked slow."""
 STEPS_PER_RUN = 25_000
 
 

@@ -1,4 +1,7 @@
-"""A request that takes the slot of one that ended gets its own tokens, also while the last step of the other waits for masks."""
+"""A request that takes the slot of an ended one gets its own tokens.
+
+This holds even if the last step of the ended request is still waiting for masks.
+"""
 
 import pytest
 from engine.tiny import make_core, plain, request_of
@@ -18,7 +21,7 @@ CONFIG = EngineConfig(
 PENALIZED = SamplingParams(
     max_tokens=6, ignore_eos=True, logit_bias={5: 100.0, 6: 99.0, 7: 98.5}, frequency_penalty=2.0
 )
-"""The most likely tokens take turns; one token more in the counts changes which."""
+"""The most likely tokens alternate, and an additional counted token changes their order."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def core(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts(folder):
-    """One without images, one with."""
+    """A prompt without images, and one with."""
     found, _ = plain(folder, 1, 25, 12)
     return [next(prompt for prompt in found if bool(prompt.images) == has_images) for has_images in (False, True)]
 
@@ -46,7 +49,7 @@ def add(core, name, prompt, sampling, **fields):
 
 
 def tokens_of(core, name):
-    """Run until the request has ended."""
+    """Run until the request has ended; returns its tokens."""
     tokens = []
     for _ in range(200):
         for output in core.step():
@@ -58,7 +61,10 @@ def tokens_of(core, name):
 
 
 def decode_with_a_grammar(core, prompt):
-    """Two requests decode: one up to its ninth token, which is a stop token, and one with a grammar, for whose masks steps wait."""
+    """Two requests decode: one up to its ninth token, which is a stop token, and one with a grammar.
+
+    Steps wait for the masks of the second one.
+    """
     stopped = SamplingParams(max_tokens=100, min_tokens=8, logit_bias={5: 100.0, 8: 50.0})
     add(core, "free", prompt, stopped, stop_ids=frozenset([5]))
     add(core, "bound", prompt, SamplingParams(max_tokens=100, structured={"regex": "[ab]{90}"}))
@@ -66,7 +72,7 @@ def decode_with_a_grammar(core, prompt):
     while core.scheduler.num_decoding < 2:
         core.step()
     core.step()
-    assert core._in_flight.handle is None, "it waits for masks"
+    assert core._in_flight.handle is None, "the step waits for masks"
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "stop"])

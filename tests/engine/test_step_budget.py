@@ -9,7 +9,7 @@ from saccade.engine.core.step_budget import MIN_TOKENS, StepBudget
 
 
 class Gpu:
-    """A step takes `fixed_ms` and `token_ms` per token, at least `least_ms` (reading the weights), with relative `noise`."""
+    """A step takes `fixed_ms` plus `token_ms` per token, at least `least_ms` for the weights, with relative `noise`."""
 
     def __init__(self, *, fixed_ms=8.0, token_ms=0.02, least_ms=0.0, noise=0.05, seed=0):
         self.fixed_ms, self.token_ms, self.least_ms, self.noise = fixed_ms, token_ms, least_ms, noise
@@ -21,7 +21,7 @@ class Gpu:
 
 
 def num_tokens(budget):
-    """Of a step without the encoder, while many wait."""
+    """Prompt-token budget of a step without the encoder, while many prompts wait."""
     share = budget.share(1_000_000, part_ms=0.0, parts_left=0)
     return None if share is None else share.num_tokens
 

@@ -1,4 +1,4 @@
-"""Grammars with a real tokenizer: random walks through the masks give valid text, and hostile grammars fail within their bounds."""
+"""Grammars with a real tokenizer: random walks through the masks give valid text, and hostile grammars fail in time."""
 
 import ast
 import json
@@ -35,20 +35,50 @@ PERSON = {
     },
     "required": ["name", "age", "address"],
     "additionalProperties": False,
-    "$defs": {"address": {"type": "object", "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, "required": ["zip"], "additionalProperties": False}},
+    "$defs": {
+        "address": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
 }  # fmt: skip
 TREE = {
-    "$defs": {"node": {"type": "object", "properties": {"value": {"type": "boolean"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}}, "required": ["value"], "additionalProperties": False}},
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "boolean"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value"],
+            "additionalProperties": False,
+        }
+    },
     "$ref": "#/$defs/node",
 }  # fmt: skip
-SCHEMAS = [PERSON, TREE, {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"const": {"x": [1, None]}}]}, "minItems": 1, "maxItems": 4}, {"type": "string", "minLength": 3, "maxLength": 5}]  # fmt: skip
+SCHEMAS = [
+    PERSON,
+    TREE,
+    {
+        "type": "array",
+        "items": {"anyOf": [{"type": "integer"}, {"const": {"x": [1, None]}}]},
+        "minItems": 1,
+        "maxItems": 4,
+    },
+    {"type": "string", "minLength": 3, "maxLength": 5},
+]
 CHOICES = ("a", "ab", "abc", "b c", 'q"u\\o\nte', "é漢😀", "<|im_end|>", "a/b", "\x00\x7f", "[x]*", "12")
 SUM = 'start: term ("+" term)*\nterm: NUMBER | "(" start ")"\nNUMBER: /[1-9][0-9]{0,2}/\n'
 TOO_SLOW = {"type": "string", "allOf": [{"pattern": f"x{i}"} for i in range(40)]}
 
 
 def words_tokenizer():
-    """A byte-level BPE tokenizer with longer tokens, a control token that is not special, and an end token that is plain vocabulary."""
+    """A byte-level BPE tokenizer with longer tokens.
+
+    It has a control token that is not special, and an end token that is plain vocabulary.
+    """
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     text = [json.dumps(SCHEMAS), *CHOICES, "true false null 123 1234 <end> <end> <end>"] * 3
@@ -102,7 +132,7 @@ def allowed_ids(mask_W):
 
 
 def mask_of(state, compiler):
-    """One state at a time, without a pool."""
+    """The mask of one state, computed without a pool."""
     masks_1W = np.empty((1, compiler.num_words), np.int32)
     state.matcher.unsafe_compute_mask_ptr(masks_1W.ctypes.data, masks_1W.nbytes)
     finish_masks(masks_1W, [state])
@@ -140,7 +170,7 @@ def walk(state, compiler, vocabulary, rng, can_end=None):
     raise AssertionError(f"no end: {text_bytes[-200:]!r}")
 
 
-BYTE_OF = {c: b for b, c in zip([*range(33, 127), *range(161, 173), *range(174, 256)], map(chr, [*range(33, 127), *range(161, 173), *range(174, 256)]), strict=True)}  # fmt: skip
+BYTE_OF = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
 BYTE_OF |= {chr(256 + n): b for n, b in enumerate(sorted(set(range(256)) - set(BYTE_OF.values())))}
 
 
@@ -315,8 +345,8 @@ def test_a_hostile_grammar_fails_within_its_bound(name, impatient):
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}"])
 def test_a_grammar_that_fails_at_its_second_token_is_refused_by_the_check(regex, compiler, monkeypatch):
-    """Its first step takes 0.15 s, in which no other request would get a token: it is taken in the checking process alone."""
-    monkeypatch.setattr(compiler._vocabulary, "compile", None)  # of this process
+    """Its first step takes 0.15 s, during which other requests would wait, so only the checking process runs it."""
+    monkeypatch.setattr(compiler._vocabulary, "compile", None)  # this process compiles nothing
     with pytest.raises(RequestError, match="too large or too complex"):
         compiler.compile(StructuredOutput(regex=regex)).result(60)
 
@@ -327,7 +357,12 @@ LARGE = {
     "enum": {"json_schema": {"enum": [f"value {i}" for i in range(10_000)]}},
     "doubling": {"grammar": 'start: r60\nr0: "a"\n' + "".join(f"r{i}: r{i - 1} r{i - 1}\n" for i in range(1, 61))},
     "deep rules": {"grammar": 'start: r4000\nr0: "a"\n' + "".join(f"r{i}: r{i - 1}\n" for i in range(1, 4001))},
-    "deep references": {"json_schema": {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i - 1}"} if i else {"type": "null"} for i in range(4000)}, "$ref": "#/$defs/a3999"}},
+    "deep references": {
+        "json_schema": {
+            "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i - 1}"} if i else {"type": "null"} for i in range(4000)},
+            "$ref": "#/$defs/a3999",
+        }
+    },
 }  # fmt: skip
 
 
@@ -375,7 +410,7 @@ def test_requests_with_one_grammar_get_lexers_of_their_own_up_to_a_bound():
     compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size), max_lexers=3)
     together = [compiler.compile(StructuredOutput(json_schema=TREE)) for _ in range(9)]
     assert len({future.result(60).lexer_id for future in together}) == 3
-    for regex in ("a+", "a+", "a+", "a+", "warm"):  # others get theirs in the background, while they are served
+    for regex in ("a+", "a+", "a+", "a+", "warm"):  # further matchers are compiled in the background
         soon(compiler, regex=regex)
     deadline = time.monotonic() + 60
     while len({state_of(compiler, regex="a+").lexer_id for _ in range(9)}) < 3:
@@ -392,7 +427,7 @@ def test_hostile_grammars_hold_up_neither_compiled_ones_nor_those_that_compile_q
     tokenizer, eos_ids = words_tokenizer()
     compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size))
     soon(compiler, json_object=True)
-    hostile = slow_grammars(compiler, 20)  # 50 s of two checking processes
+    hostile = slow_grammars(compiler, 20)  # 50 s of work for two checking processes
     assert compiler.compile(StructuredOutput(json_object=True)).done()
     assert compiler.compile(StructuredOutput(regex="[a-z]+")).result(15)
     assert sum(future.done() for future in hostile) < 20
@@ -408,7 +443,7 @@ def test_a_grammar_that_every_request_has_left_is_not_compiled():
     for future in [*left, both[0]]:
         assert future.cancel()
     assert both[1].result(15), "the other one still waits"
-    deadline = time.monotonic() + 15  # the two that were being checked end with their check
+    deadline = time.monotonic() + 15  # the two running checks end first
     while (future := compiler.compile(StructuredOutput(regex="c+"))).done():
         assert time.monotonic() < deadline, future.exception()
     assert future.result(15)
@@ -453,8 +488,15 @@ def test_a_grammar_that_cannot_be_compiled_fails_with_the_reason(fields, message
 
 @pytest.mark.parametrize(
     "fields",
-    [{"json_schema": PERSON}, {"json_schema": '{"type": "object"}'}, {"json_object": True}, {"regex": "é+"}, {"choice": CHOICES}, {"grammar": SUM}],
-)  # fmt: skip
+    [
+        {"json_schema": PERSON},
+        {"json_schema": '{"type": "object"}'},
+        {"json_object": True},
+        {"regex": "é+"},
+        {"choice": CHOICES},
+        {"grammar": SUM},
+    ],
+)
 def test_what_is_demanded_travels_as_json(fields):
     structured = StructuredOutput(**fields)
     again = StructuredOutput.from_dict(json.loads(json.dumps(structured.to_dict())))
@@ -539,5 +581,8 @@ def test_a_missing_library_is_one_clear_error(monkeypatch, vocabulary):
 
 
 def test_the_modules_import_without_the_library_and_without_torch():
-    script = "import sys; sys.modules['llguidance'] = None; import saccade.engine.core.grammar.grammars; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys; sys.modules['llguidance'] = None; import saccade.engine.core.grammar.grammars; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Structured output through the engine: valid whatever the model says, and of no concern to other requests."""
+"""Structured output through the engine is valid whatever the model predicts, and does not affect other requests."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch, l
     ]
     completions = engine.generate(
         [CONVERSATION] * 8, bound
-    )  # from now on all grammars are compiled, so that these do not start late
+    )  # compiles all grammars first, so that these requests do not start late
     alone = [one for pair in zip(completions, engine.generate([CONVERSATION] * 8, free), strict=True) for one in pair]
     mixed = engine.generate([CONVERSATION] * 16, [one for pair in zip(bound, free, strict=True) for one in pair])
     assert [one.token_ids for one in mixed] == [one.token_ids for one in alone]

@@ -51,7 +51,7 @@ def test_a_model_with_few_layers_has_layers_of_every_kind(full):
     "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
 )
 def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
-    monkeypatch.setattr(step_sizes, "STEP_TOKENS", (16, 64))  # of the largest sizes one is like another on a CPU
+    monkeypatch.setattr(step_sizes, "STEP_TOKENS", (16, 64))  # on a CPU the larger sizes test nothing more
     config = dataclasses.replace(ENGINE, **({"max_requests": 5} | engine))
     compile_all_sizes(small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32))
 
@@ -74,7 +74,7 @@ def test_the_first_request_compiles_nothing(tmp_path):
             triton.knobs.compilation.listener = before
         rms_norm(
             torch.ones(3, 48, device="cuda"), torch.ones(48, device="cuda"), 1e-6
-        )  # of another thread: not counted
+        )  # compiled by another thread, so not counted
         engine.generate_tokens(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         assert engine.statistics.num_late_compiles == 0
         runner = core_of(engine)._runner

@@ -80,7 +80,7 @@ class Collected:
 
 
 def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: int = 100_000) -> list[Collected]:
-    """Run all (request, prompt) pairs to their end; `at_once` of them arrive per step."""
+    """Run all (request, prompt) pairs to their end; `at_once` requests arrive per step."""
     collected = {request.id: Collected() for request, _ in requests}
     waiting = list(reversed(requests))
     for _ in range(max_steps):

@@ -1,16 +1,18 @@
 """Random scheduler traces on a simulated device that detects every wrong page, image, token and budget.
 
-The device has what the runner has: a page table and the last sampled token of every slot, which it knows from plans alone. It stores in
-each KV slot of each page the number of the prefix that ends there. A prefix is a salt, then tokens, each with the image it belongs to
-and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a hash of its number, so every
-output is known in advance. Each step executes copies and writes, and then checks all KV slots that its chunks attend to.
+Like the runner, the device has a page table and the last sampled token of every slot, which it knows from plans alone.
+In each KV slot of each page it stores the number of the prefix that ends there. A prefix is a salt, then tokens, each
+with its image and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a
+hash of its number, so every output is known in advance. Each step executes copies and writes, and then checks all KV
+slots that its chunks attend to.
 
-Sampling is a second launch, with what the slots have at that time: whether their request has penalties, and the tokens counted so far,
-which change the hash. A request with a grammar may not have some tokens, which depend on those that the host has read; a step that samples
-one may wait until then, while others end and new ones start.
+Sampling is a second launch. It uses what the slots hold at that time: whether their request has penalties, and the
+tokens counted so far, which change the hash. Grammars ban some tokens, depending on the tokens that the host has read.
+A step that samples a request with a grammar may wait until they are read, while other requests end and new ones start.
 
-Images are encoded in passes, in parts that steps run. Their encoder-cache slots hold nothing from the start of a pass to its end, which
-is some time after its last part is launched, or before if the pass fails. A chunk that reads an image in between makes the device wait.
+Images are encoded in passes, in parts that steps run. The encoder-cache slots of a pass are empty from its start to
+its end, which is some time after its last part is launched, or earlier if the pass fails. A chunk that reads such an
+image makes the device wait.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Prefixes:
         return self.numbers.setdefault(prefix, len(self.numbers))
 
     def next_token(self, number: int, counted: int = 0, banned: int | None = None) -> int:
-        """`counted`: of the tokens that are penalized. `banned`: see `banned_after`."""
+        """`counted`: `count` of the penalized tokens. `banned`: see `banned_after`."""
         token = ((number + self.seed + counted * 0x1F123BB5) * 0x9E3779B97F4A7C15 >> 17) % VOCABULARY
         while token % 3 == banned:
             token = (token + 1) % VOCABULARY
@@ -68,17 +70,17 @@ class Prefixes:
 
 
 def count(tokens: Iterable[int]) -> int:
-    """What penalties count of output tokens."""
+    """A number that stands for the penalty counts of output tokens."""
     return sum(token + 1 for token in tokens)
 
 
 def banned_after(tokens: Sequence[int]) -> int:
-    """The tokens that the grammar does not allow after these output tokens: those with this remainder by three."""
+    """The remainder by three of the tokens that the grammar bans after these output tokens."""
     return (sum(tokens) + len(tokens)) % 3
 
 
 class Expected:
-    """The expected tokens of a request and contents of its KV slots, independent of scheduling."""
+    """The expected tokens of a request and contents of its KV slots, which do not depend on scheduling."""
 
     def __init__(self, request: Request, prefixes: Prefixes, limit: int) -> None:
         self.request = request
@@ -128,13 +130,13 @@ class Setting:
     has_target: bool
     """Whether steps have a prompt-token budget."""
     rate: float
-    """Fraction of steps before which requests arrive."""
+    """Probability that requests arrive before a step."""
     fault_rate: float
-    """How often a request is cancelled or fails."""
+    """Probability that a request is cancelled or fails."""
     max_patches: int
-    """Patches of a pass of the encoder, in some steps."""
+    """Maximum patches of an encoder pass in some of the steps."""
     encoder_rate: float
-    """How often a pass of the encoder ends before a step."""
+    """Probability that an encoder pass ends before a step."""
 
 
 def draw_setting(seed: int) -> Setting:
@@ -200,7 +202,7 @@ def _draw_prompts(
 
 
 def _cut(tokens: list[int], spans: list[ImageSpan], rng: random.Random) -> Prompt:
-    """A prefix of a prompt that splits no image, half of the time all of it."""
+    """A prefix of a prompt that splits no image; half of the time the whole prompt."""
     length = len(tokens) if rng.random() < 0.5 else rng.randint(0, len(tokens))
     for span in spans:
         if span.start < length < span.end:
@@ -233,25 +235,25 @@ def _draw_request(rng: random.Random, seed: int, number: int, tokens: list[int],
 
 @dataclass(eq=False)
 class Slot:
-    """What the device knows of the request in a slot."""
+    """State of a request slot on the device."""
 
     request: Request
     num_start_tokens: int
-    """Tokens known when it got the slot."""
+    """Known tokens when the request got the slot."""
     counted: int
-    """Counts of its output tokens, if it has penalties."""
+    """`count` of its output tokens, if it has penalties."""
     pages: list[int] = field(default_factory=list)
     last_sampled: int | None = None
     """Index of the token sampled last."""
 
 
 class EncoderPass:
-    """Images that are encoded together."""
+    """Images that are encoded in one pass."""
 
     def __init__(self, images: Sequence[ImageToEncode], num_parts: int, failures: dict[bytes, Failure]) -> None:
         self.images, self.failures = images, failures
         self.parts_left = num_parts
-        """Parts that are not launched."""
+        """Parts that are not launched yet."""
 
 
 class Features(NamedTuple):
@@ -259,7 +261,7 @@ class Features(NamedTuple):
 
     key: bytes
     number: int
-    """Of the slot in the image."""
+    """Index of the slot in the image."""
     failure: Failure | None
 
 
@@ -273,12 +275,12 @@ class Device:
         self.slots: dict[int, Slot] = {}
         self.passes: deque[EncoderPass] = deque()
         self.encoded: list[EncodeResult] = []
-        """Ended, and not reported yet."""
+        """Results of encodings that ended but are not reported yet."""
         self.failed: dict[str, Failure] = {}
-        """Requests of which a chunk failed, by id."""
+        """Failures of requests with a failed chunk, by request id."""
 
     def encode(self, encoder_pass: EncoderPass) -> None:
-        """Start a pass of the encoder."""
+        """Start an encoder pass."""
         for slot in [slot for image in encoder_pass.images for slot in image.slots]:
             assert slot not in self._slots_being_written(), f"two encodings write to encoder-cache slot {slot}"
         for slot in [slot for image in encoder_pass.images for slot in image.slots]:
@@ -289,7 +291,7 @@ class Device:
         return {slot for one in self.passes for image in one.images for slot in image.slots}
 
     def end_pass(self) -> None:
-        """The first pass of the encoder ends."""
+        """End the first encoder pass."""
         ended = self.passes.popleft()
         for image in ended.images:
             failure = ended.failures.get(image.key)
@@ -298,7 +300,7 @@ class Device:
             self.encoded.append(EncodeResult(image.key, failure))
 
     def launch_parts(self, num_parts: int) -> None:
-        """Launch parts of the pass in progress, if it has not ended: it may have failed, or was not divided."""
+        """Launch parts of the pass in progress, unless it has ended early."""
         if num_parts and self.passes and self.passes[-1].parts_left:
             self.passes[-1].parts_left -= num_parts
             assert self.passes[-1].parts_left >= 0, "a pass has more parts than there are"
@@ -332,7 +334,7 @@ class Device:
             self._check_pages(chunk, expected[chunk.request_id])
 
     def sample(self, plan: StepPlan, expected: dict[str, Expected], masks: dict[str, int]) -> tuple[ChunkResult, ...]:
-        """Sample a step that was run. `masks`: the tokens banned by grammars, by request."""
+        """Sample a step that was run. `masks`: remainders of banned tokens by request id; see `banned_after`."""
         return tuple([self._sample(chunk, expected[chunk.request_id], masks) for chunk in plan.chunks])
 
     def _wait_for_images(self, plan: StepPlan) -> None:
@@ -381,7 +383,7 @@ class Device:
                     self.failed.setdefault(chunk.request_id, found.failure)
 
     def _sample(self, chunk: Chunk, expected: Expected, masks: dict[str, int]) -> ChunkResult:
-        """The tokens after a chunk, as far as its drafts are accepted."""
+        """Sample after a chunk, as far as its drafts are accepted."""
         if chunk.request_id in self.failed:
             return ChunkResult(chunk.request_id, failure=self.failed[chunk.request_id])
         tokens: list[int] = []
@@ -409,9 +411,9 @@ class Launched:
 
     plan: StepPlan
     pickled: bytes
-    """The plan when it was launched."""
+    """The plan as it was at its launch."""
     results: tuple[ChunkResult, ...] | None = None
-    """None: it is not sampled yet."""
+    """None until the step is sampled."""
 
 
 class Trace:
@@ -433,18 +435,18 @@ class Trace:
         self.prompt_logprobs: dict[str, list[int]] = {}
         self.drafting: set[str] = set()
         self.deferring: set[str] = set()
-        """Requests that are left out of steps while a token of theirs is not read; in a third of the traces."""
+        """Requests that steps leave out while one of their tokens is not read; used in a third of the traces."""
         self.deferring_rng = random.Random(seed + 2_000_003)
         self.may_defer = self.deferring_rng.random() < 1 / 3
         self.turn_rng = random.Random(seed + 3_000_003)
         self.unread: dict[str, int] = {}
-        """Steps in flight that sample, by request."""
+        """Number of steps in flight that sample a token of a request, by request id."""
         self.encoding: dict[bytes, tuple[int, int]] = {}
-        """Plan number and patches of images whose encoding is not reported to have ended, by salted key."""
+        """Plan number and patches of images whose encoding result is not reported, by salted key."""
         self.parts_left = 0
-        """Of the pass in progress that are not launched."""
+        """Parts of the pass in progress that are not launched."""
         self.in_progress: int | None = None
-        """Its plan number."""
+        """Plan number of the pass in progress."""
         self.quarantined: set[bytes] = set()
         self.in_flight: deque[Launched] = deque()
         self.mask_rng = random.Random(seed + 4_000_003)
@@ -553,7 +555,7 @@ class Trace:
             assert list(start.output_token_ids) == known, "a start without known tokens"
 
     def _is_decoding(self, state: RequestState) -> bool:
-        """Whether it needs one token, and no image for it, and need not wait for its tokens."""
+        """Whether the request needs one token without an image, and need not wait until its tokens are read."""
         name, request = state.request.id, state.request
         if self.unread.get(name, 0) and (self._must_wait(state) or self._has_drafts_in_flight(name)):
             return False
@@ -576,12 +578,12 @@ class Trace:
 
     @property
     def num_parts_left(self) -> int:
-        """Of the pass in progress that are to be launched, as far as the scheduler can know."""
+        """Parts of the pass in progress that the scheduler has yet to plan, as far as it can know."""
         is_open = any(number == self.in_progress for number, _ in self.encoding.values())
         return self.parts_left if is_open else 0
 
     def _check_encodings(self, plan: StepPlan, turn: EncoderTurn, *, is_late: bool) -> None:
-        """New encodings are those of images that requests have, within the limits of a pass; passes follow one another."""
+        """Only images of requests are encoded, within the limits of a pass, and passes do not overlap."""
         most = min(self.setting.limits.max_encoder_patches, turn.max_patches or 10**9)
         patches = []
         for image in plan.images:
@@ -615,7 +617,7 @@ class Trace:
             self.seen.add("two passes")
 
     def _check_waits(self, plan: StepPlan, *, is_late: bool) -> None:
-        """Chunks read images whose pass is launched."""
+        """Chunks read only images whose pass is launched completely."""
         for chunk in plan.chunks:
             for image in chunk.images:
                 key = self.expected[chunk.request_id].image_keys[image.image_index]
@@ -640,7 +642,7 @@ class Trace:
         assert len(set(slots)) == len(slots), "two chunks have one slot"
 
     def _check_fairness(self, plan: StepPlan, decoding: list[RequestState]) -> None:
-        """Decoding requests get their token within the budget, and the first in order does not starve."""
+        """Decoding requests get their token within the budget, and the first request in order does not starve."""
         served = {chunk.request_id for chunk in plan.chunks}
         is_full = sum(chunk.num_tokens for chunk in plan.chunks) == self.setting.limits.max_step_tokens
         for state in decoding:
@@ -702,7 +704,7 @@ class Trace:
     # ---- encodings
 
     def _encode_some(self) -> None:
-        """Passes of the encoder end, and some of the results are reported."""
+        """End encoder passes at random, and report some of the results."""
         if self.device.passes and self.rng.random() < self.setting.encoder_rate:
             is_over_early = self.turn_rng.random() < 0.2  # it is not divided, or has failed
             if self.device.passes[0].parts_left == 0 or is_over_early:
@@ -711,13 +713,15 @@ class Trace:
             self._take(self.scheduler.finish_encoding(self._encode_results()))
 
     def _encode_results(self) -> tuple[EncodeResult, ...]:
-        """The encodings that ended, which are reported now."""
+        """Take the results of the encodings that ended, to report them."""
         results, self.device.encoded = tuple(self.device.encoded), []
         for key, failure in results:
             del self.encoding[key]
             if failure is BAD_IMAGE:
                 unsalted = [
-                    e.request.images[e.image_keys.index(key)].key for e in self.expected.values() if key in e.image_keys
+                    expected.request.images[expected.image_keys.index(key)].key
+                    for expected in self.expected.values()
+                    if key in expected.image_keys
                 ]
                 self.quarantined.add(unsalted[0])
             in_use = any(key in self._state(name).images_in_use for name in self.live)
@@ -731,11 +735,11 @@ class Trace:
 
     @property
     def unsampled(self) -> StepPlan | None:
-        """The step that is launched and waits for masks."""
+        """The plan that is launched but waits for masks to be sampled."""
         return self.in_flight[-1].plan if self.in_flight and self.in_flight[-1].results is None else None
 
     def _launch(self, plan: StepPlan) -> None:
-        """Run a step after the one before is sampled. It is sampled at once unless masks are not ready."""
+        """Run a step once the previous one is sampled. It is sampled at once unless its masks are not ready."""
         if self.unsampled is not None:
             self._sample(self.in_flight[-1])
         self.in_flight.append(Launched(plan, self._run(plan)))
@@ -751,7 +755,7 @@ class Trace:
         return [name for name in names if self.expected[name].request.sampling.structured is not None]
 
     def _sample(self, step: Launched) -> None:
-        """Sample a step. The masks of requests that have not ended follow from the tokens that were read."""
+        """Sample a step. Masks depend on the tokens that were read; ended requests have none."""
         masks = {}
         for name in self._with_grammar(step.plan):
             if (state := self.scheduler.find(name)) is not None:
@@ -759,7 +763,7 @@ class Trace:
         step.results = self.device.sample(step.plan, self.expected, masks)
 
     def _run(self, plan: StepPlan) -> bytes:
-        """Run a plan on the device; returns it as it was sent there."""
+        """Run a plan on the device; returns the plan in its pickled form."""
         sent = pickle.dumps(plan)
         plan_there = pickle.loads(sent)  # as if in another process
         assert plan_there == plan
@@ -809,7 +813,7 @@ class Trace:
                 self._check_received(state)
 
     def _check_received(self, state: RequestState) -> None:
-        """All known output tokens but the last few were sent, and the first one at once."""
+        """All known output tokens were sent, but the last ones within `stream_interval`; the first is sent at once."""
         request, received = state.request, self.received[state.request.id]
         known = state.token_ids[request.num_prompt_tokens :]
         assert known[: len(received)] == received
@@ -871,7 +875,7 @@ class Trace:
     # ---- drafts
 
     def _draw_drafting(self) -> None:
-        """Requests start and stop drafting, and being deferred, at any time."""
+        """Let requests start and stop drafting, and being deferred, at random."""
         for name in self.live:
             if self.rng.random() < 0.2:
                 self.drafting ^= {name}
@@ -889,7 +893,7 @@ class Trace:
         return may_draft and state.request.id in self.drafting
 
     def propose(self, state: RequestState, num_tokens: int) -> list[int]:
-        """Drafts of which two thirds are right."""
+        """Draft tokens, two thirds of which are right."""
         if not self.is_drafting(state):
             return []
         assert self.unread.get(state.request.id, 0) == 0, "drafts are proposed before all tokens are known"

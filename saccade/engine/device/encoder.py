@@ -68,7 +68,7 @@ class Encoder:
     def __init__(
         self, model: VLM, *, pixel_mean: Sequence[float], pixel_std: Sequence[float], budgets: Sequence[int] = ()
     ) -> None:
-        """`budgets`: see `patch_budgets`. Passes up to the largest are padded, and captured on a GPU; others run eagerly."""
+        """`budgets`: see `patch_budgets`. Passes that fit one are padded and, on a GPU, captured."""
         self._model, self._tower, self._config = model, model.vision, model.config.vision
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
         self.device, self.dtype = model.device, model.dtype

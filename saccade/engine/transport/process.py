@@ -85,7 +85,7 @@ class Connection:
         self._unpack = msgpack.unpackb
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message and file descriptors. ConnectionError: the other end is gone. Other errors: nothing was sent."""
+        """Send a message and file descriptors. ConnectionError: the other end is gone. Other errors: nothing sent."""
         with self._lock:
             data = self._pack(message)
             header = len(data).to_bytes(_HEADER_BYTES, "little")
