@@ -14,19 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from saccade.kernels._attention_tiled import (
-    NO_MAX,
-    add_dot,
-    can_tile,
-    chunks,
-    dot_rows,
-    load_tile,
-    rows_of,
-    scales,
-    span,
-    store_tile,
-    zero_tile,
-)
+from saccade.kernels._attention_tile import NO_MAX, add_dot, dot_rows, load_tile, span, store_tile, zero_tile
+from saccade.kernels._attention_tiled import can_tile, chunks, rows_of, scales
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import CosSin
 
