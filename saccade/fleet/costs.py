@@ -1,0 +1,40 @@
+"""Time of an engine's work as linear functions of a request's size. An engine measures its own coefficients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Coefficients of one replica."""
+
+    patch_s: float
+    """Seconds of the vision encoder per patch."""
+    token_s: float
+    """Seconds of the decoder per prompt token that is not cached."""
+    request_s: float
+    """Seconds of a request that depend on neither."""
+    step_s: float
+    """Seconds of a decode step of one request."""
+    step_request_s: float
+    """Seconds by which each further request makes a decode step longer."""
+    target_step_s: float
+    """Seconds of a step that computes prompts while requests decode; a step takes at least three times as long as
+    one without prompts."""
+
+    def work_s(self, patches: int, tokens: int) -> float:
+        """Seconds until the first token on an idle engine, for patches and tokens that are not cached."""
+        return self.request_s + patches * self.patch_s + tokens * self.token_s
+
+    def decode_step_s(self, num_running: int) -> float:
+        """Seconds of a step in which `num_running` requests decode and no prompt is computed."""
+        return self.step_s + self.step_request_s * max(0, num_running - 1)
+
+    def mixed_step_s(self, num_running: int) -> float:
+        """Seconds of a step that computes prompts too."""
+        return max(self.target_step_s, 3 * self.decode_step_s(num_running))
+
+    def prompt_share(self, num_running: int) -> float:
+        """Share of the engine's time that prompts and images get while `num_running` requests decode."""
+        return 1 - self.decode_step_s(num_running) / self.mixed_step_s(num_running) if num_running else 1.0
