@@ -62,8 +62,8 @@ _SHORT_PASS = 3200
 _POLLED = 0.6
 """Share of a decode step in which messages are polled. Then the host blocks in `read`, which returns sooner."""
 _LAUNCH_WEIGHT, _LAUNCH_FACTOR, _LAUNCH_SLACK_S = 0.1, 2.0, 0.0005
-"""The next step is planned `factor * mean launch time + slack` before a decode step ends; the slack covers one poll. The
-weight is that of the newest step in the mean."""
+"""The next step is planned `factor * mean launch time + slack` before a decode step ends; the slack covers one poll.
+The weight is that of the newest step in the mean."""
 _IDLE_S = 1.0
 """The core checks its invariants after it has been idle for this long."""
 
