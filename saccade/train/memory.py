@@ -41,8 +41,17 @@ from saccade.world import World
 
 CONTEXT_BYTES = GIB
 """Memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
-CPU_CONTEXT_BYTES = int(0.45 * GIB)
-"""Memory of a process on a CPU for Python and its modules."""
+CPU_CONTEXT_BYTES = int(0.24 * GIB)
+"""Memory of a process on a CPU for Python and its modules. Pages of library files are not counted: how many are mapped
+depends on the page cache, and the system drops them when memory is needed."""
+CPU_BF16_BYTES = GIB // 16
+"""Kernels that oneDNN compiles for products in bf16."""
+LOADER_BYTES = GIB // 8
+"""Modules of the process that loader workers are forked from."""
+WORKER_BYTES = GIB // 32
+"""Memory of a loader worker itself."""
+BUFFERS_PER_WORKER = 3
+"""Micro-batches in shared memory per loader worker: running, queued and in use."""
 NCCL_BYTES = GIB
 """Buffers of NCCL, if there is more than one rank."""
 FRAGMENTATION = 0.05
@@ -102,7 +111,9 @@ class MemoryPlanner:
     qat: QuantizationAwareConfig | None = None
     """Quantization-aware training, if the stage uses it."""
     device_type: Literal["cuda", "cpu"] = "cuda"
-    """Where the model is trained. On a CPU the copy of the state for a save in the background takes the same memory."""
+    """Where the model is trained. A CPU's memory also holds loader workers and the copy of the state for a save."""
+    num_workers: int = 0
+    """Loader workers, which take memory on a CPU."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
     make_objective: Callable[[], Objective] = CrossEntropy
@@ -184,7 +195,8 @@ class MemoryPlanner:
         settings = (self.dtype, self.lora, self.qat, self.make_objective, self.optimizer.lrs)
         key = repr((*settings, self._kept_gradients, size, extent))
         if key not in self._steps:
-            model = self._build(DTYPES[self.dtype])
+            # On a CPU the references compute in fp32, and keep results in fp32 for backward.
+            model = self._build(torch.float32 if self.device_type == "cpu" else DTYPES[self.dtype])
             has_dropout = self.lora is not None and self.lora.dropout > 0.0
             for blocks in (model.vision.blocks, model.language.layers):
                 recompute(blocks, extent, is_random=has_dropout)
@@ -198,8 +210,14 @@ class MemoryPlanner:
         return "none" if self._accumulates_in_fp32 or self.strategy == "ddp" else "all"
 
     def _input_bytes(self, size: MicroBatchSize) -> int:
-        """This micro-batch and the next one on the device."""
-        return 2 * sum(x.nbytes for x in dry_batch(self._model, size).tensors)
+        """This micro-batch and the next one on the device; on a CPU those in the buffers of the workers."""
+        num_batches = max(2, self._num_workers * BUFFERS_PER_WORKER)
+        return num_batches * sum(x.nbytes for x in dry_batch(self._model, size).tensors)
+
+    @property
+    def _num_workers(self) -> int:
+        """Loader workers in the memory that is planned."""
+        return self.num_workers if self.device_type == "cpu" else 0
 
     @cached_property
     def _model(self) -> VLM:
@@ -257,7 +275,9 @@ class MemoryPlanner:
     def _allowance(self, temporary: float) -> int:
         """Bytes for context and fragmentation."""
         if self.device_type == "cpu":
-            return CPU_CONTEXT_BYTES + int(CPU_FRAGMENTATION * temporary)
+            kernels = CPU_BF16_BYTES if self.dtype == "bf16" else 0
+            loader = LOADER_BYTES + self.num_workers * WORKER_BYTES if self.num_workers else 0
+            return CPU_CONTEXT_BYTES + kernels + loader + int(CPU_FRAGMENTATION * temporary)
         outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
         return outside + int(FRAGMENTATION * temporary)
 

@@ -56,6 +56,7 @@ def stage_planner(
         ),
         has_average=stage.ema_decay is not None,
         device_type=device_type,
+        num_workers=stage.data.num_workers,
     )
     return planner, MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
 
