@@ -17,7 +17,7 @@ from saccade.kernels.rope import CosSin, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, RMSNorm, make_embedding
 from saccade.model.linear import Linear
-from saccade.model.normed_sum import Input, add_update
+from saccade.model.normed_sum import Input
 from saccade.model.vision.layout import Segments
 from saccade.model.vision.patch_layout import (
     PatchInputs,
@@ -27,7 +27,7 @@ from saccade.model.vision.patch_layout import (
     padded_layout,
     patch_layout,
 )
-from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths
+from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths, run_block
 from saccade.processor.image import Grid
 from saccade.processor.pillow_resize import rows_first
 
@@ -75,16 +75,9 @@ class VisionBlock(nn.Module):
         segments: Segments,
         kept_2P1: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x + update to itself, see `add_update`. `kept_2P1`: see `drop_paths`."""
-        normed = self.norm1.add_norm(x_PD, update_PD)
-        attn_out_PD = self.attn(normed.input, cos_sin, segments)
-        if kept_2P1 is not None:
-            attn_out_PD = attn_out_PD * kept_2P1[0]
-        normed = self.norm2.add_norm(attn_out_PD, normed.total)
-        mlp_out_PD = self.mlp(normed.input)
-        if kept_2P1 is not None:
-            mlp_out_PD = mlp_out_PD * kept_2P1[1]
-        return add_update(normed.total, mlp_out_PD)
+        """See `run_block`."""
+        inputs = (cos_sin, segments)
+        return run_block(x_PD, update_PD, self.norm1, self.attn, inputs, self.norm2, self.mlp, kept_2P1)
 
 
 class VisionTower(Tower):

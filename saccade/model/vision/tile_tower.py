@@ -20,10 +20,10 @@ from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, PlainFeedForward, make_embedding
 from saccade.model.linear import Linear
 from saccade.model.merged_projections import project
-from saccade.model.normed_sum import Input, add_update
+from saccade.model.normed_sum import Input
 from saccade.model.vision.layout import Segments
 from saccade.model.vision.tile_layout import NUM_TAPS, Gather, TileInputs, TileLayout, TileSizes, tile_layout
-from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths
+from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths, run_block
 from saccade.processor.image import Grid
 
 
@@ -76,16 +76,9 @@ class TileBlock(nn.Module):
     def forward(
         self, x_SD: Tensor, update_SD: Tensor | None, segments: Segments, kept_2S1: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x + update to itself, see `add_update`. `kept_2S1`: see `drop_paths`."""
-        normed = self.layer_norm1.add_norm(x_SD, update_SD)
-        attn_out_SD = self.self_attn(normed.input, segments)
-        if kept_2S1 is not None:
-            attn_out_SD = attn_out_SD * kept_2S1[0]
-        normed = self.layer_norm2.add_norm(attn_out_SD, normed.total)
-        mlp_out_SD = self.mlp(normed.input)
-        if kept_2S1 is not None:
-            mlp_out_SD = mlp_out_SD * kept_2S1[1]
-        return add_update(normed.total, mlp_out_SD)
+        """See `run_block`."""
+        norm1, norm2 = self.layer_norm1, self.layer_norm2
+        return run_block(x_SD, update_SD, norm1, self.self_attn, (segments,), norm2, self.mlp, kept_2S1)
 
 
 class TileTower(Tower):

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.model.config import VisionConfig
+from saccade.model.layers import LayerNorm, RMSNorm
 from saccade.model.linear import PatchLinear
+from saccade.model.normed_sum import add_update
 from saccade.model.vision.layout import Layout, LayoutSizes, Segments
 from saccade.processor.image import Grid
 
@@ -126,6 +128,25 @@ class PatchEmbedding(nn.Module):
         """[P, channels * frames * side * side] normalised pixels to [P, D]."""
         features_PD: Tensor = self.proj(pixels)
         return features_PD
+
+
+def run_block(
+    x_PD: Tensor, update_PD: Tensor | None, norm1: RMSNorm | LayerNorm, attention: nn.Module, inputs: tuple[Any, ...],
+    norm2: RMSNorm | LayerNorm, mlp: nn.Module, kept_2P1: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Map the residual stream x + update (see `add_update`) by a pre-norm block: attention, then the MLP.
+
+    `inputs`: what attention reads apart from the rows; `kept_2P1`: see `drop_paths`.
+    """
+    normed = norm1.add_norm(x_PD, update_PD)
+    attn_out_PD = attention(normed.input, *inputs)
+    if kept_2P1 is not None:
+        attn_out_PD = attn_out_PD * kept_2P1[0]
+    normed = norm2.add_norm(attn_out_PD, normed.total)
+    mlp_out_PD = mlp(normed.input)
+    if kept_2P1 is not None:
+        mlp_out_PD = mlp_out_PD * kept_2P1[1]
+    return add_update(normed.total, mlp_out_PD)
 
 
 def drop_paths(rate: float, num_layers: int, segments: Segments, x_PD: Tensor) -> Sequence[Tensor | None]:
