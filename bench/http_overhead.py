@@ -2,9 +2,10 @@
 
     python -m bench.http_overhead [--checkpoint FOLDER | --size 3b] [--requests 256] [--rounds 3] [--out FILE]
 
-`shared` requests have one image of 672 x 672 and about 62 tokens of text, `text` ones about 290 tokens; all get 128 tokens, greedy, end
-of turn ignored, prefix cache off. All are sent at once by as many clients, which stream, on the same machine. TTFT is that of requests
-with an image of their own, one at a time. Every token id is given a word, so that every token has text to send.
+`shared` requests have one image of 672 x 672 and about 62 tokens of text, `text` ones about 290 tokens; all get 128
+tokens, greedy, end of turn ignored, prefix cache off. All are sent at once by as many clients, which stream, on the
+same machine. TTFT is that of requests with an image of their own, one at a time. Every token id is given a word, so
+that every token has text to send.
 """
 
 import argparse

@@ -3,15 +3,17 @@
     python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once] [--trace FILE] [--plot FILE]
                               [--out FILE]
 
-The workload of docs/results/serving.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens; then 0, 1, 1 or 2 images
-(equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens within 16..2048. Outputs have 16..256 tokens,
-greedy, end of turn ignored. Caches are on, drafts off. The first rate runs twice, unless `--once`: the first run starts when the engine is ready.
-`--seconds` may give each rate its own. Of more than 15 s, the TTFT of the requests of the first 15 is reported as well.
+The workload of docs/results/serving.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens;
+then 0, 1, 1 or 2 images (equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens
+within 16..2048. Outputs have 16..256 tokens, greedy, end of turn ignored. Caches are on, drafts off. The first rate
+runs twice, unless `--once`: the first run starts when the engine is ready. `--seconds` may give each rate its own. Of
+more than 15 s, the TTFT of the requests of the first 15 is reported as well.
 
-A trace is a JSONL file with one request a line: `arrival_s`, `num_text`, `num_output`, and `images` as a list of [height, width].
+A trace is a JSONL file with one request a line: `arrival_s`, `num_text`, `num_output`, and `images` as a list of
+[height, width].
 
-TTFT counts from the arrival, image preprocessing included. A gap is the time between two deltas of one request. Served requests per second
-are those completed in the second half of the time in which requests arrive.
+TTFT counts from the arrival, image preprocessing included. A gap is the time between two deltas of one request. Served
+requests per second are those completed in the second half of the time in which requests arrive.
 """
 
 import argparse

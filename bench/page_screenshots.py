@@ -5,8 +5,8 @@
     python -m bench.page_screenshots http://127.0.0.1:8000 $SCENES/000001.png $SCENES/000007.png $SCENES/000015.png \\
         --question 'What shape is purple?'
 
-The answers are the server's own, except the one that shows Markdown, which no model of this size writes. Before the status view is
-opened, a few clients ask at random times.
+The answers are the server's own, except the one that shows Markdown, which no model of this size writes. Before the
+status view is opened, a few clients ask at random times.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def main() -> None:
 
 
 def talk(page: Any, images: list[Path], question: str) -> None:
-    """Ask about each image in a chat of its own, the first last, with greedy decoding. Where there is space, the history and settings are open."""
+    """Ask about each image in a chat of its own, the first last, with greedy decoding.
+
+    Where there is space, the history and settings are open.
+    """
     page.click("#open-settings")
     page.fill("#temperature", "0")
     is_wide = page.viewport_size["width"] > 800

@@ -3,15 +3,15 @@
     python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long structured drafts]
                           [--profile] [--out rows.json]
 
-Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token ids. Greedy, end
-of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request for one token on an idle
-engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127. A workload runs once to warm up
-and then `--rounds` times with other images and tokens; the median is reported. vLLM's figures are printed beside it only for the
-same model shape, workload and card.
+Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token
+ids. Greedy, end of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request
+for one token on an idle engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127.
+A workload runs once to warm up and then `--rounds` times with other images and tokens; the median is reported. vLLM's
+figures are printed beside it only for the same model shape, workload and card.
 
-`structured`: 64 requests with 16 JSON schemas among 64 without; how long those without take, beside 64 more without. `drafts`: 1 and 8
-requests that repeat themselves (two tokens have a bias that makes them follow) and that do not (temperature 1); run it with
-`--set max_draft_tokens=0` and `=7` to compare.
+`structured`: 64 requests with 16 JSON schemas among 64 without; how long those without take, beside 64 more without.
+`drafts`: 1 and 8 requests that repeat themselves (two tokens have a bias that makes them follow) and that do not
+(temperature 1); run it with `--set max_draft_tokens=0` and `=7` to compare.
 """
 
 import argparse
@@ -199,7 +199,8 @@ def structured(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record
 def _seconds_of_first(
     engine: Engine, prompts: Prompts, half: int, others: list[SamplingParams]
 ) -> tuple[list[str], float]:
-    """Submit `half` plain requests and the others in turn: the texts of the others, and when the last plain one ended."""
+    """Submit `half` plain requests and the others in turn: the texts of the others, and when the last plain one
+    ended."""
     ended: queue.SimpleQueue[tuple[int, float, Any]] = queue.SimpleQueue()
 
     def submit(number: int, sampling: SamplingParams) -> None:

@@ -2,9 +2,10 @@
 
     python -m bench.serve_adapters [--size 3b | --checkpoint FOLDER] [--adapters 8] [--rank 16] [--requests 64] [--rounds 3] [--out rows.json]
 
-Three engines, one after another: without slots for adapters, with slots and requests of the base model alone, and with requests over all adapters in
-turn. Adapters are random, on every projection of the decoder. TPOT is the time of `--requests` requests of 128 tokens less that of one
-token each, divided by 127, with prompts of 256 tokens; `text` is the workload of bench.serve with 256 requests.
+Three engines, one after another: without slots for adapters, with slots and requests of the base model alone, and with
+requests over all adapters in turn. Adapters are random, on every projection of the decoder. TPOT is the time of
+`--requests` requests of 128 tokens less that of one token each, divided by 127, with prompts of 256 tokens; `text` is
+the workload of bench.serve with 256 requests.
 """
 
 import argparse

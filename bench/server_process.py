@@ -14,7 +14,10 @@ from typing import Self
 
 
 class ServerProcess:
-    """`saccade serve` on a port. After it was killed it can be started again on the same port, as a service manager does."""
+    """`saccade serve` on a port.
+
+    After it was killed it can be started again on the same port, as a service manager does.
+    """
 
     def __init__(self, checkpoint: Path, *options: object, log: Path | None = None, ready_s: float = 300.0) -> None:
         self._checkpoint, self._options, self._port, self._ready_s = checkpoint, options, 0, ready_s

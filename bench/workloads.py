@@ -1,7 +1,8 @@
 """Training workloads: uniform and ragged packed sequences of image-text samples, random pixels and token ids.
 
-uniform   16 samples of one 672 x 672 image (576 tokens and two markers) and 446 text tokens: 16384 tokens, 36864 patches
-ragged    4 batches of 32 samples, image size drawn from `RAGGED_SIZES`, text length min(1024, max(16, exp(N(4, 1)))), seed 7
+uniform   16 samples of one 672 x 672 image (576 tokens and two markers) and 446 text tokens: 16384 tokens, 36864
+patches ragged    4 batches of 32 samples, image size drawn from `RAGGED_SIZES`, text length min(1024, max(16, exp(N(4,
+1)))), seed 7
 
 Every token carries a label.
 """

@@ -1,4 +1,5 @@
-"""LlamaIndex's OpenAILike: messages, streams, structured output and tools, and what it makes of answers is sent back."""
+"""LlamaIndex's OpenAILike: messages, streams, structured output and tools, and what it makes of answers is sent
+back."""
 
 from typing import Literal
 

@@ -2,8 +2,9 @@
 
     python tests/clients/run.py CLIENTS_PYTHON [NAME ...]
 
-CLIENTS_PYTHON is the Python that has the clients of `requirements.txt`; the JavaScript clients are in `node_modules`. Each script prints one
-line per check. Exits with 1 if one has failed. NAMEs select scripts by the beginning of their names.
+CLIENTS_PYTHON is the Python that has the clients of `requirements.txt`; the JavaScript clients are in `node_modules`.
+Each script prints one line per check. Exits with 1 if one has failed. NAMEs select scripts by the beginning of their
+names.
 """
 
 import os

@@ -123,7 +123,8 @@ def test_images_of_the_training_data_are_noticed(command, tmp_path):
 
 
 def test_all_evaluation_images_that_a_training_sample_shows_are_noticed(command, tmp_path):
-    """Twelve pages named page.png: ten look alike, two of those are the same file, and one training sample shows them."""
+    """Twelve pages named page.png: ten look alike, two of those are the same file, and one training sample shows
+    them."""
     paper = make_picture(160, 120, 1)
     edits = [paper] * 2 + [paper.point(lambda value, gain=gain: round(value * gain)) for gain in GAINS]
     pages = [encode(image, "PNG") for image in [*edits, make_picture(160, 120, 2), make_picture(160, 120, 3)]]

@@ -245,7 +245,8 @@ def test_a_letter_is_the_choice_of_that_letter_even_where_letters_are_choices():
      ("The colour of it is surely dark blue", "E")],
 )  # fmt: skip
 def test_answers_that_mmmu_reads_are_read_as_in_mmmu(answer, published):
-    """`published` is what MMMU's evaluator gives; where it finds nothing it draws a choice at random, and here there is none."""
+    """`published` is what MMMU's evaluator gives; where it finds nothing it draws a choice at random, and here there is
+    none."""
     assert "ABCDEFGHI"[chosen(answer, COLOURS)] == published
 
 

@@ -1,7 +1,7 @@
 """Hostile inputs to the server: each is bytes for a connection of its own, with pauses between them.
 
-A case expects an answer 4xx within its limit. `served` cases are odd but valid: they must be answered 200, as plain text.
-`stress.neighbours` sends all of them during a normal load; a test sends the fast ones.
+A case expects an answer 4xx within its limit. `served` cases are odd but valid: they must be answered 200, as plain
+text. `stress.neighbours` sends all of them during a normal load; a test sends the fast ones.
 """
 
 import base64

@@ -57,7 +57,8 @@ def wait_for_growth(server, before, key, amount):
 
 
 def wait_until_idle(server):
-    """Until requests of earlier tests, also those that were left in the middle, have ended and are counted; the metrics then."""
+    """Until requests of earlier tests, also those that were left in the middle, have ended and are counted; the metrics
+    then."""
     deadline, before = time.monotonic() + TIMEOUT_S, None
     while True:
         metrics = scrape(server)

@@ -1,4 +1,5 @@
-"""Texts that cannot fit into the context are refused before they cost time: while their body arrives, or with their number of tokens."""
+"""Texts that cannot fit into the context are refused before they cost time: while their body arrives, or with their
+number of tokens."""
 
 import asyncio
 import base64

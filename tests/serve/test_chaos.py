@@ -1,4 +1,5 @@
-"""Parts of a server are killed under load: every request ends once, everything comes back, nothing leaks (`stress.chaos`, shortened)."""
+"""Parts of a server are killed under load: every request ends once, everything comes back, nothing leaks
+(`stress.chaos`, shortened)."""
 
 import base64
 import http.server

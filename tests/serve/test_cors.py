@@ -1,4 +1,5 @@
-"""Pages of other origins: which are allowed, what a browser is answered before it calls, and which configurations are refused."""
+"""Pages of other origins: which are allowed, what a browser is answered before it calls, and which configurations are
+refused."""
 
 from pathlib import Path
 

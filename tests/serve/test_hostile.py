@@ -1,4 +1,7 @@
-"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time: `stress.neighbours`)."""
+"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time:
+
+`stress.neighbours`).
+"""
 
 import asyncio
 import json

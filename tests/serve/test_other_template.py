@@ -1,4 +1,5 @@
-"""A server with a chat template of its operator's, which knows no tools: a call can still be required, and earlier calls are text."""
+"""A server with a chat template of its operator's, which knows no tools: a call can still be required, and earlier
+calls are text."""
 
 import json
 import shutil

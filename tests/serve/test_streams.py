@@ -1,4 +1,5 @@
-"""Streamed answers equal those at once: text, tokens, log-probabilities and usage, also where a stop string ends the text."""
+"""Streamed answers equal those at once: text, tokens, log-probabilities and usage, also where a stop string ends the
+text."""
 
 import pytest
 from serve.running import chat_body, events

@@ -3,14 +3,15 @@
     PYTHONPATH=tests python -m stress.chaos [--requests 10000] [--clients 24] [--seed 0] [--device cpu] [--log FILE] [--out FILE]
                                             [--media-kills 60] [--core-kills 10] [--front-kills 4 | --soak]
 
-Starts `saccade serve` on a tiny model. Clients send text and images, broken ones too, with random sampling parameters, streamed and not, and
-some leave in the middle. Meanwhile media workers, the engine core and the front are killed with SIGKILL at random; the front is started again
-as a service manager would. The last third of the requests has no kill of the front: there memory is measured. `--soak` kills nothing: memory
-must stay flat over many requests.
+Starts `saccade serve` on a tiny model. Clients send text and images, broken ones too, with random sampling parameters,
+streamed and not, and some leave in the middle. Meanwhile media workers, the engine core and the front are killed with
+SIGKILL at random; the front is started again as a service manager would. The last third of the requests has no kill of
+the front: there memory is measured. `--soak` kills nothing: memory must stay flat over many requests.
 
-A request has ended once if its stream has exactly one `[DONE]`, or its answer is whole JSON, or it was refused or failed with a typed code. A
-broken connection is an ending only if the front was killed meanwhile. Every request id is in the log once. At the end no request is open,
-no KV-cache page is in use, and processes, file descriptors, threads and shared memory are those of a server that has just started.
+A request has ended once if its stream has exactly one `[DONE]`, or its answer is whole JSON, or it was refused or
+failed with a typed code. A broken connection is an ending only if the front was killed meanwhile. Every request id is
+in the log once. At the end no request is open, no KV-cache page is in use, and processes, file descriptors, threads and
+shared memory are those of a server that has just started.
 """
 
 import argparse
@@ -37,7 +38,8 @@ OPTIONS = (
     "--set", "engine.processed_image_cache_bytes=4000000", "--set", "serve.max_restarts=1000", "--set", "serve.restart_backoff_s=0.01",
 )  # fmt: skip
 ALLOWED_CODES = {"engine_stopped", "engine_restarting", "loading", "cancelled", "overloaded", "invalid_request"}
-"""Codes with which a request may fail. `invalid_request`: a broken image, or one on which two workers in a row were killed."""
+"""Codes with which a request may fail. `invalid_request`: a broken image, or one on which two workers in a row were
+killed."""
 RESTART_S = 120.0
 """Within this time killed processes are there again."""
 SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_files": 256}
@@ -71,7 +73,8 @@ class Result:
 
     @property
     def num_ended(self):
-        """Requests that have ended, without those that were refused: their number depends on how long a restart takes."""
+        """Requests that have ended, without those that were refused: their number depends on how long a restart
+        takes."""
         return self.endings.total() - sum(self.endings[code] for code in REFUSALS)
 
 

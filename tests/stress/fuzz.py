@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests python -m stress.fuzz [--examples 500] [--url URL] [--seed 0] [--phases coverage,fuzzing,stateful]
 
-Without --url a server is started on a tiny model. All checks of schemathesis are on, except that valid requests are always accepted: what
-a schema cannot say (an image that decodes, a prompt that fits, fields that exclude each other) is a 400.
+Without --url a server is started on a tiny model. All checks of schemathesis are on, except that valid requests are
+always accepted: what a schema cannot say (an image that decodes, a prompt that fits, fields that exclude each other) is
+a 400.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     PYTHONPATH=tests python -m stress.neighbours [--seconds 10] [--attack NAME ...] [--out FILE]
 
-Starts `saccade serve` on a tiny model for each attack. A quiet phase precedes the attack, both of `--seconds` at least. Attackers send from
-a process of their own, from bytes made before. `hostile` sends every case of `tests/serve/hostile.py`, with 2000 connections that say
-nothing and 16 readers that never read; the others repeat a few requests. Exit status 1 if, during an attack, a plain request takes more than
-twice the p99 of the quiet phase (99 of 100 do not), the p99 of /health is above 100 ms, or a hostile case is answered wrongly.
+Starts `saccade serve` on a tiny model for each attack. A quiet phase precedes the attack, both of `--seconds` at least.
+Attackers send from a process of their own, from bytes made before. `hostile` sends every case of
+`tests/serve/hostile.py`, with 2000 connections that say nothing and 16 readers that never read; the others repeat a few
+requests. Exit status 1 if, during an attack, a plain request takes more than twice the p99 of the quiet phase (99 of
+100 do not), the p99 of /health is above 100 ms, or a hostile case is answered wrongly.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python -m stress.overload [--url URL] [--factor 4] [--seconds 60] [--images none|unique|mixed] [--layers 4]
 
-Capacity is measured before and after: a closed loop that keeps the server's slots and queue full. In between, requests arrive at `factor`
-times that rate (Poisson), without retries. Reported: requests served per second in both, and how long a refusal (429) takes. Without --url
-a server is started on random weights, with 4 requests at once and 4 in its queue.
+Capacity is measured before and after: a closed loop that keeps the server's slots and queue full. In between, requests
+arrive at `factor` times that rate (Poisson), without retries. Reported: requests served per second in both, and how
+long a refusal (429) takes. Without --url a server is started on random weights, with 4 requests at once and 4 in its
+queue.
 """
 
 import argparse
