@@ -119,11 +119,13 @@ def main() -> None:
         http = over_http(checkpoint, options.requests, options.rounds)
     for name in workloads(options.requests):
         print(
-            f"{name:<8} engine {engine[name]:7.2f} req/s  HTTP {http[name]:7.2f} req/s  {http[name] / engine[name]:.3f}x"
+            f"{name:<8} engine {engine[name]:7.2f} req/s  HTTP {http[name]:7.2f} req/s  "
+            f"{http[name] / engine[name]:.3f}x"
         )
     added = http["ttft_s"] - engine["ttft_s"]
     print(
-        f"ttft     engine {engine['ttft_s'] * 1e3:7.1f} ms     HTTP {http['ttft_s'] * 1e3:7.1f} ms     +{added * 1e3:.1f} ms"
+        f"ttft     engine {engine['ttft_s'] * 1e3:7.1f} ms     HTTP {http['ttft_s'] * 1e3:7.1f} ms     "
+        f"+{added * 1e3:.1f} ms"
     )
     if options.out:
         options.out.write_text(json.dumps({"engine": engine, "http": http}, indent=1))

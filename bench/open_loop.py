@@ -1,7 +1,7 @@
 """Open-loop serving: latency under requests that arrive one by one, at given rates.
 
-    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once] [--trace FILE] [--plot FILE]
-                              [--out FILE]
+    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once]
+                              [--trace FILE] [--plot FILE] [--out FILE]
 
 The workload of docs/results/serving.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens;
 then 0, 1, 1 or 2 images (equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens
@@ -34,14 +34,15 @@ from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.serve.load.summary import plot_latency
 
 SIZES = (
-    (224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672), (1288, 952), (301, 517),
+    (224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672), (1288, 952),
+    (301, 517),
 )  # fmt: skip
 """Height and width of images in pixels."""
 NUM_PREFIX = 40
 LATENCIES, LEVELS = (("TTFT", "ttft_ms"), ("gap", "gap_ms")), ("p50", "p99")
 """What the plot shows."""
 FIRST_S = 15.0
-"""Whose requests are also reported apart."""
+"""Seconds whose requests are also reported apart."""
 
 
 class Arrival(NamedTuple):
@@ -155,7 +156,8 @@ def show(row: dict[str, Any]) -> str:
     first = f", of the first {FIRST_S:g} s {first}" if first != ttft else ""
     return (
         f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
-        f"TTFT p50/95/99/max {ttft} ms{first} (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {gap} ms  late captures {row['late_captures']}, compiles {row['late_compiles']}"
+        f"TTFT p50/95/99/max {ttft} ms{first} (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {gap} ms  late "
+        f"captures {row['late_captures']}, compiles {row['late_compiles']}"
     )
 
 

@@ -1,6 +1,6 @@
 """Offline latency and throughput of the engine on the workloads of docs/results/serving.md.
 
-    python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long structured drafts]
+    python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long ...]
                           [--profile] [--out rows.json]
 
 Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token

@@ -1,6 +1,7 @@
-"""What adapters cost: TPOT and throughput of requests over several LoRA adapters, beside the base model alone.
+"""What adapters cost: TPOT and throughput of requests over several LoRA adapters, and of the base model alone.
 
-    python -m bench.serve_adapters [--size 3b | --checkpoint FOLDER] [--adapters 8] [--rank 16] [--requests 64] [--rounds 3] [--out rows.json]
+    python -m bench.serve_adapters [--size 3b | --checkpoint FOLDER] [--adapters 8] [--rank 16] [--requests 64]
+                                   [--rounds 3] [--out rows.json]
 
 Three engines, one after another: without slots for adapters, with slots and requests of the base model alone, and with
 requests over all adapters in turn. Adapters are random, on every projection of the decoder. TPOT is the time of
@@ -107,13 +108,14 @@ def main() -> None:
             rows["base, no slots"] = measure(engine, prompts, [None], options)
         with Engine.load(options.checkpoint, config=config, adapters=folders) as engine:
             assert not engine.refused_adapters, engine.refused_adapters
-            rows["base beside slots"] = measure(engine, prompts, [None], options)
+            rows["base with slots"] = measure(engine, prompts, [None], options)
             rows[f"over {options.adapters} adapters"] = measure(engine, prompts, list(folders), options)
     base = rows["base, no slots"]
     for name, row in rows.items():
         tpot, text = row["tpot_ms"] / base["tpot_ms"], row["text_tok_s"] / base["text_tok_s"]
         print(
-            f"{name:<20} TPOT {row['tpot_ms']:7.2f} ms ({tpot:.3f} x)   text {row['text_tok_s']:8.0f} tok/s ({text:.3f} x)"
+            f"{name:<20} TPOT {row['tpot_ms']:7.2f} ms ({tpot:.3f} x)   text {row['text_tok_s']:8.0f} tok/s "
+            f"({text:.3f} x)"
         )
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))

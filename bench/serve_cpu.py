@@ -158,7 +158,8 @@ def main() -> None:
         taken = statistics.median(found)
         rate = options.requests * options.tokens / taken
         print(
-            f"{name:<28}{taken:8.1f} s {rate:8.1f} tok/s   saccade is {taken / ours:.2f}x as fast   {[round(x, 1) for x in found]}"
+            f"{name:<28}{taken:8.1f} s {rate:8.1f} tok/s   saccade is {taken / ours:.2f}x as fast   "
+            f"{[round(x, 1) for x in found]}"
         )
 
 

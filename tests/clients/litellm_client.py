@@ -61,7 +61,8 @@ def check_tool_calls_are_sent_back():
 
 def check_thinking_of_another_model_is_dropped():
     thought = {
-        "role": "assistant", "content": "yes", "reasoning_content": "hm", "images": [], "provider_specific_fields": {"a": 1},
+        "role": "assistant", "content": "yes", "reasoning_content": "hm", "images": [],
+        "provider_specific_fields": {"a": 1},
         "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
     }  # fmt: skip
     ask(thought, HELLO)

@@ -141,7 +141,8 @@ def test_all_evaluation_images_that_a_training_sample_shows_are_noticed(command,
         writer.write(Sample(key="t", source="training", members={"png": pages[0], "txt": b"a page"}))
     with served(ColourModel()) as (url, _):
         ended = command(
-            "evaluate", url, "--tasks", "docvqa", "--data", tmp_path / "pages", "-o", tmp_path / "out", "--name", "pages",
+            "evaluate", url, "--tasks", "docvqa", "--data", tmp_path / "pages", "-o", tmp_path / "out", "--name",
+            "pages",
             "--training-data", tmp_path / "training", "--json",
         )  # fmt: skip
     assert ended.status == 0, ended.err

@@ -51,7 +51,8 @@ def flickr8k():
 def test_caption_scores_equal_pycocoevalcap_on_real_captions(flickr8k):
     modules = [pytest.importorskip(f"pycocoevalcap.{name}.{name}") for name in ("bleu", "rouge", "cider")]
     captions = flickr8k[1:] + flickr8k[:1]  # every fourth is right, the others are of the next photo
-    answers = [(own if number % 4 == 0 else other)[0] for number, (own, other) in enumerate(zip(flickr8k, captions, strict=True))]  # fmt: skip
+    pairs = enumerate(zip(flickr8k, captions, strict=True))
+    answers = [(own if number % 4 == 0 else other)[0] for number, (own, other) in pairs]
     tokens = [tokenize_caption(answer) for answer in answers]
     references = [[tokenize_caption(text) for text in captions[1:]] for captions in flickr8k]
     ours = {number: [" ".join(words)] for number, words in enumerate(tokens)}
@@ -205,18 +206,25 @@ COLOURS = ("red", "dark red", "vitamin C", "Washington D.C.", "blue", "pink", "g
     ("answer", "expected"),
     [
         # what the prompt asks for, in the forms in which models give it
-        ("B", "B"), ("B.", "B"), ("(B)", "B"), ("B)", "B"), ("b", "B"), ("(b)", "B"), ("[B]", "B"), ("**B**", "B"), ("`B`", "B"),
-        ("\\boxed{B}", "B"), ("$\\boxed{\\text{B}}$", "B"), ("B: dark red", "B"), ("B. dark red", "B"), ("B) dark red", "B"),
-        ("B\nbecause it is dark", "B"), ("Answer:B", "B"), ("Answer: B", "B"), ("The answer is B", "B"), ("answer: b.", "B"),
+        ("B", "B"), ("B.", "B"), ("(B)", "B"), ("B)", "B"), ("b", "B"), ("(b)", "B"), ("[B]", "B"), ("**B**", "B"),
+        ("`B`", "B"),
+        ("\\boxed{B}", "B"), ("$\\boxed{\\text{B}}$", "B"), ("B: dark red", "B"), ("B. dark red", "B"),
+        ("B) dark red", "B"),
+        ("B\nbecause it is dark", "B"), ("Answer:B", "B"), ("Answer: B", "B"), ("The answer is B", "B"),
+        ("answer: b.", "B"),
         ("The correct answer is (B).", "B"), ("**Answer:** B", "B"), ("Option B is right", "B"), ("I choose B", "B"),
-        ("I think it is B.", "B"), ("I", "I"), ("I.", "I"), ("It must be I", "I"), ("A", "A"), ("A.", "A"), ("A is right", "A"),
+        ("I think it is B.", "B"), ("I", "I"), ("I.", "I"), ("It must be I", "I"), ("A", "A"), ("A.", "A"),
+        ("A is right", "A"),
         ("The answer is A because it is red", "A"),
         # after reasoning the last one counts, as in MMMU, but for what is called the answer
-        ("(A) is wrong, (C) is right", "C"), ("not A, not B, so C", "C"), ("The answer is B, since A is too bright", "B"),
+        ("(A) is wrong, (C) is right", "C"), ("not A, not B, so C", "C"),
+        ("The answer is B, since A is too bright", "B"),
         ("A: red. B: dark red. The answer is B.", "B"), ("First \\boxed{A}, no: \\boxed{C}", "C"),
         # the text of a choice
-        ("dark red", "B"), ("Dark red.", "B"), ("The wall is dark red", "B"), ("It is vitamin C", "C"), ("vitamin c", "C"),
-        ("It was taken in Washington D.C. in spring", "D"), ("Not blue but grey.", "G"), ("A dark red wall", "B"), ("I see grey", "G"),
+        ("dark red", "B"), ("Dark red.", "B"), ("The wall is dark red", "B"), ("It is vitamin C", "C"),
+        ("vitamin c", "C"),
+        ("It was taken in Washington D.C. in spring", "D"), ("Not blue but grey.", "G"), ("A dark red wall", "B"),
+        ("I see grey", "G"),
         # nothing
         ("", None), ("Z", None), ("a house", None), ("I cannot tell", None), ("Answer:", None), ("unreddened", None),
     ],
@@ -228,7 +236,8 @@ def test_the_choice_that_an_answer_names_is_found(answer, expected):
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [("A dog", "B"), ("a dog.", "B"), ("A cat", "A"), ("cat", "D"), ("There are two cats", "C"), ("A dog runs", "B"), ("A", "A")],
+    [("A dog", "B"), ("a dog.", "B"), ("A cat", "A"), ("cat", "D"), ("There are two cats", "C"), ("A dog runs", "B"),
+        ("A", "A")],
 )  # fmt: skip
 def test_an_answer_that_is_a_choice_word_for_word_is_that_choice(answer, expected):
     assert "ABCD"[chosen(answer, PETS)] == expected
@@ -241,7 +250,8 @@ def test_a_letter_is_the_choice_of_that_letter_even_where_letters_are_choices():
 
 @pytest.mark.parametrize(
     ("answer", "published"),
-    [("B", "B"), ("B.", "B"), ("(B)", "B"), ("B dark red", "B"), ("(A) or (B)", "B"), ("It is B", "B"), ("I say A , no , B", "B"),
+    [("B", "B"), ("B.", "B"), ("(B)", "B"), ("B dark red", "B"), ("(A) or (B)", "B"), ("It is B", "B"),
+        ("I say A , no , B", "B"),
      ("The colour of it is surely dark blue", "E")],
 )  # fmt: skip
 def test_answers_that_mmmu_reads_are_read_as_in_mmmu(answer, published):
@@ -252,7 +262,8 @@ def test_answers_that_mmmu_reads_are_read_as_in_mmmu(answer, published):
 
 def test_a_choice_is_right_by_its_letter_and_by_its_words():
     answers = ["A dog", "b", "Answer:B", "[B]", "A", ""]
-    records = [{"id": str(n), "references": ["A dog"], "choices": list(PETS), "answer": said} for n, said in enumerate(answers)]  # fmt: skip
+    common = {"references": ["A dog"], "choices": list(PETS)}
+    records = [{"id": str(number), "answer": said, **common} for number, said in enumerate(answers)]
     [metric] = TASKS["multiple_choice"].score(records).values()
     assert metric.values.tolist() == [1, 1, 1, 1, 0, 0]
 

@@ -48,7 +48,10 @@ def scores_of(results, task):
     return {name: score["value"] for name, score in results.scores["tasks"][task]["metrics"].items()}
 
 
-ALL = ("vqa", "docvqa", "chartqa", "pope", "nlvr", "captioning", "retrieval", "embedding_retrieval", "multiple_choice", "perplexity")  # fmt: skip
+ALL = (
+    "vqa", "docvqa", "chartqa", "pope", "nlvr", "captioning", "retrieval", "embedding_retrieval", "multiple_choice",
+    "perplexity",
+)  # fmt: skip
 
 
 def test_a_model_that_sees_scores_full_marks_and_one_that_is_shown_other_images_does_not(walls, tmp_path):
@@ -180,7 +183,7 @@ def test_answers_with_odd_characters_survive_the_results_folder(walls, tmp_path)
 
 
 def test_ctrl_c_waits_for_no_answer_in_progress(tmp_path):
-    """The thread that is left behind writes nothing any more."""
+    """The abandoned thread writes nothing any more."""
     has_asked, is_over = threading.Event(), threading.Event()
     writer, ended = RecordWriter(tmp_path / "examples.jsonl"), []
 
@@ -276,7 +279,8 @@ def test_a_folder_that_is_not_empty_is_not_written_to(walls, tmp_path):
 
 
 def test_a_task_refuses_data_and_models_it_cannot_use(walls, tmp_path):
-    config = EvaluationConfig(out=tmp_path / "a", tasks=(TaskConfig(task="captioning", data=DataSpec(path=str(walls / "questions"))),))  # fmt: skip
+    captioning = TaskConfig(task="captioning", data=DataSpec(path=str(walls / "questions")))
+    config = EvaluationConfig(out=tmp_path / "a", tasks=(captioning,))
     with pytest.raises(DataError, match="captioning takes images with captions, and none of its 33 examples is one"):
         evaluate(ColourModel(), config)
     model = ColourModel()

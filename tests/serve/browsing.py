@@ -22,10 +22,11 @@ PASTE = """([name, type, content]) => {
   const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
   const transfer = new DataTransfer();
   transfer.items.add(new File([bytes], name, { type }));
-  document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true }));
+  const options = { clipboardData: transfer, bubbles: true, cancelable: true };
+  document.body.dispatchEvent(new ClipboardEvent("paste", options));
 }"""
 
-# Text whose colour has less contrast with what is painted behind it than WCAG asks for, with both colours resolved by a canvas.
+# Lists text with less contrast to its background than WCAG asks for. A canvas resolves both colours.
 CONTRAST = """() => {
   const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const paint = (colours) => {
@@ -37,15 +38,16 @@ CONTRAST = """() => {
     const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const behind = (node) => {
+  const background = (node) => {
     const colours = [];
-    for (let at = node; at instanceof Element; at = at.parentElement) colours.unshift(getComputedStyle(at).backgroundColor);
+    for (let at = node; at instanceof Element; at = at.parentElement)
+      colours.unshift(getComputedStyle(at).backgroundColor);
     return ["white", ...colours];
   };
   const found = [];
   let checked = 0;
   const check = (node, colour, what) => {
-    const [a, b] = [luminance(paint(behind(node))), luminance(paint([...behind(node), colour]))];
+    const [a, b] = [luminance(paint(background(node))), luminance(paint([...background(node), colour]))];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     checked += 1;
     if (ratio < 4.5) found.push(`${what}: ${ratio.toFixed(2)}`);
@@ -53,22 +55,25 @@ CONTRAST = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest(".unseen, .skip, noscript")) continue;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest(".unseen, .skip, noscript")) continue;
     const style = getComputedStyle(node);
     check(node, node instanceof SVGElement ? style.fill : style.color, walker.currentNode.data.trim().slice(0, 40));
   }
   for (const node of document.querySelectorAll("input, textarea"))
-    if (node.checkVisibility() && node.placeholder) check(node, getComputedStyle(node, "::placeholder").color, node.placeholder);
+    if (node.checkVisibility() && node.placeholder)
+      check(node, getComputedStyle(node, "::placeholder").color, node.placeholder);
   return { checked, found };
 }"""
 
-# Controls without an accessible name, images without a text, ids that occur twice, labels that point nowhere.
+# Lists controls without an accessible name, images without a text, repeated ids, labels that point nowhere.
 UNNAMED = """() => {
   const found = [];
   const text = (node) => (node?.textContent ?? "").trim();
   const byIds = (ids) => (ids ?? "").split(" ").filter(Boolean).map((id) => text(document.getElementById(id))).join("");
   for (const node of document.querySelectorAll("button, a[href], input, textarea, select")) {
-    const name = node.ariaLabel || byIds(node.getAttribute("aria-labelledby")) || [...(node.labels ?? [])].map(text).join("");
+    const labels = [...(node.labels ?? [])].map(text).join("");
+    const name = node.ariaLabel || byIds(node.getAttribute("aria-labelledby")) || labels;
     const own = ["BUTTON", "A"].includes(node.tagName) ? text(node) : "";
     if (!name && !own) found.push(`${node.tagName} ${node.id} has no name`);
   }
@@ -87,7 +92,7 @@ UNNAMED = """() => {
 
 @contextmanager
 def open_page(browser, url, size="desktop", scheme="light", expects=()):
-    """A tab of its own on the page. What the console or the policy complains about fails the test, unless expected."""
+    """Open the page in a new tab. Complaints of the console or the policy fail the test, unless expected."""
     context = browser.new_context(
         viewport=SIZES[size], color_scheme=scheme, has_touch=size == "phone", is_mobile=size == "phone"
     )
@@ -119,7 +124,7 @@ def choose_files(page, *files):
 
 
 def copied(page, button):
-    """What a button copies."""
+    """Return what a button copies."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.evaluate("navigator.clipboard.writeText('nothing')")
     button.click()

@@ -1,4 +1,4 @@
-"""Send a hostile case over a connection of its own and see what comes back."""
+"""Send a hostile case over a new connection and read the answer."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """Answer to a case."""
 
     status: int | None
-    """None: the connection was closed without an answer."""
+    """Status of the response; None: the connection was closed without one."""
     seconds: float
     body: bytes = b""
     is_late: bool = False
@@ -59,7 +59,7 @@ async def _write(writer, pieces):
 
 
 async def _read(reader):
-    """Status and body of the first response; (None, b"") if there is none."""
+    """Return status and body of the first response; (None, b"") if there is none."""
     data = b""
     with contextlib.suppress(OSError):
         while b"\r\n\r\n" not in data:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and requests to it."""
+"""Run a server in a process, and send it requests."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from model.hugging_face import picture
 from bench.server_process import ServerProcess
 
 TIMEOUT_S = 300
-"""Long, because tests share a machine: only a failing test waits so long."""
+"""Time limit of anything. It is long, because tests share a machine: only a failing test reaches it."""
 ENGINE = ("engine.num_workers=1", "engine.num_pages=200")
 
 
@@ -49,7 +49,7 @@ class RunningServer(ServerProcess):
             time.sleep(0.05)
 
     def wait_for_log(self, text, count=1):
-        """Until the log has the text so many times."""
+        """Wait until the log has the text `count` times."""
         deadline = time.monotonic() + TIMEOUT_S
         while self.log.count(text) < count:
             assert time.monotonic() < deadline, self.log
@@ -59,7 +59,7 @@ class RunningServer(ServerProcess):
         return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))
 
     def chunks(self, content="hello", **fields):
-        """All chunks of a streamed answer."""
+        """Return all chunks of a streamed answer."""
         body = chat_body(content, stream=True, **fields)
         with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200, response.read()

@@ -20,7 +20,7 @@ class Metrics:
 
     @property
     def names(self):
-        """Of samples, as a query names them."""
+        """Names of samples, as queries use them."""
         return set(self._samples)
 
     def samples_of(self, name):
@@ -57,8 +57,7 @@ def wait_for_growth(server, before, key, amount):
 
 
 def wait_until_idle(server):
-    """Until requests of earlier tests, also those that were left in the middle, have ended and are counted; the metrics
-    then."""
+    """Wait until all requests of earlier tests have ended and are counted; return the metrics."""
     deadline, before = time.monotonic() + TIMEOUT_S, None
     while True:
         metrics = scrape(server)

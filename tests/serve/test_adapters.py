@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: models of their own, added and removed on the admin port while requests run."""
+"""LoRA adapters over HTTP: served as models, added and removed on the admin port while requests run."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ def folders(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(base, folders):
-    """Texts of eight tokens by model."""
+    """Return texts of eight tokens by model."""
     config = EngineConfig(num_workers=0, num_pages=200, max_length=800)
     with Engine.load(base, device="cpu", config=config, adapters=folders) as engine:
         names = {"tiny": None} | {name: name for name in folders}
@@ -181,7 +181,7 @@ def test_adapters_come_back_when_the_core_dies_again_while_they_are_loaded(base,
             return core
 
         engine._front_end._connect = connect_twice
-        shutil.copytree(folders["attention"], late, dirs_exist_ok=True)  # it is complete now
+        shutil.copytree(folders["attention"], late, dirs_exist_ok=True)  # the adapter is complete now
         os.kill(engine.core_pid, signal.SIGKILL)
         wait_for_state(supervisor, "ready", num_restarts=2)
         assert engine.adapters.keys() == {"mlp", "everything", "late"}

@@ -86,7 +86,8 @@ ANSWERS = {
     "overloaded": b'HTTP/1.1 429 X\r\ncontent-length: 34\r\n\r\n{"error": {"code": "overloaded"} }',
     "no ending": b'HTTP/1.1 200 X\r\nconnection: close\r\n\r\ndata: {"choices":[{"delta":{"content":"a"}}]}\n\n',
     "no output": b"HTTP/1.1 200 X\r\nconnection: close\r\n\r\ndata: [DONE]\n\n",
-    "engine_stopped": b'HTTP/1.1 200 X\r\nconnection: close\r\n\r\ndata: {"error":{"code":"engine_stopped"}}\n\ndata: [DONE]\n\n',
+    "engine_stopped": b'HTTP/1.1 200 X\r\nconnection: close\r\n\r\ndata: {"error":{"code":"engine_stopped"}}\n\ndata: '
+    b"[DONE]\n\n",
     "ClientPayloadError": b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n5\r\ndata:\r\n",
     "ServerDisconnectedError": b"",
 }

@@ -1,5 +1,4 @@
-"""Texts that cannot fit into the context are refused before they cost time: while their body arrives, or with their
-number of tokens."""
+"""Texts that cannot fit into the context are refused while their body arrives, or as soon as they are counted."""
 
 import asyncio
 import base64
@@ -46,8 +45,10 @@ def test_a_text_that_cannot_fit_is_refused_before_all_of_it_has_arrived(server):
 def test_images_are_no_text(server):
     part = image_part()
     kind, _, content = part["image_url"]["url"].partition(",")
-    large = base64.b64encode(base64.b64decode(content) + bytes(3_000_000)).decode()  # decoders ignore what follows
-    for url in (f"{kind},{large}", f"{kind},{large}".replace("/", r"\/")):  # as PHP writes it
+    large = base64.b64encode(
+        base64.b64decode(content) + bytes(3_000_000)
+    ).decode()  # decoders ignore bytes after the image
+    for url in (f"{kind},{large}", f"{kind},{large}".replace("/", r"\/")):  # the way PHP writes a URL
         body = json.dumps(chat_body([{"type": "image_url", "image_url": {"url": "URL"}}])).replace("URL", url)
         answer = server.http.post(
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT_S

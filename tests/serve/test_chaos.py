@@ -1,5 +1,4 @@
-"""Parts of a server are killed under load: every request ends once, everything comes back, nothing leaks
-(`stress.chaos`, shortened)."""
+"""Parts of a server are killed under load: every request ends once, everything comes back (`stress.chaos`)."""
 
 import base64
 import http.server

@@ -14,7 +14,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """Completions of the engine in this process."""
+    """Return completions of the engine in this process."""
     config = EngineConfig(num_workers=0, max_length=800, num_pages=200)
     conversations = [[{"role": "user", "content": content}] for content in PROMPTS]
     with Engine.load(checkpoint, device="cpu", config=config) as engine:
@@ -36,7 +36,7 @@ def test_answers_over_http_are_those_of_the_engine_and_streamed_is_not_streamed(
 
 def test_tokens_without_text_are_streamed_as_they_come(server):
     """Clients that measure see the first token when it comes, not at the end."""
-    chunks = server.chunks(max_tokens=100, ignore_eos=True, logit_bias={"310": 100})  # an id that no text has
+    chunks = server.chunks(max_tokens=100, ignore_eos=True, logit_bias={"310": 100})  # this token has no text
     first, *others, last = [chunk["choices"][0] for chunk in chunks]
     assert first["delta"]["role"] == "assistant"
     assert others, "as many as tokens, unless some arrive together; before, all came with the last"
@@ -58,7 +58,7 @@ def test_an_unknown_field_is_refused_by_name(server):
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
 @pytest.mark.parametrize("where", ["content", "tool call", "tool call id"])
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized_wherever_it_is(server, path, where):
-    long = "x" * 60_000  # of 800 tokens, 64 characters each
+    long = "x" * 60_000  # the context has 800 tokens of at most 64 characters
     call = {
         "id": "1",
         "type": "function",

@@ -1,5 +1,4 @@
-"""Pages of other origins: which are allowed, what a browser is answered before it calls, and which configurations are
-refused."""
+"""Pages of other origins: which are allowed, the answers to preflight requests, refused configurations."""
 
 from pathlib import Path
 
@@ -48,7 +47,8 @@ def test_any_origin_may_be_allowed():
     "origin",
     ["", "null", "app.example", "https://", "https://app.example/", "https://app.example/a", "https://*.example", "https://App.example",
      "https://app.example:", "https://app.example:99999", "https://user@app.example", "https://app.example?x", "https://ä.example",
-     "https://app example", "https://app.example,https://b.example", "https://app.example:443", "http://app.example:80", 3],
+     "https://app example", "https://app.example,https://b.example", "https://app.example:443", "http://app.example:80",
+     3],
 )  # fmt: skip
 def test_what_no_browser_sends_as_an_origin_is_refused(origin):
     with pytest.raises(ConfigError, match=r"cors_origins has .*use https://") as refused:

@@ -1,4 +1,4 @@
-"""`deploy/`: files for other programs, checked against what the server really has. None of those programs runs here."""
+"""`deploy/`: files for other programs are checked against the server. None of those programs runs here."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def metrics(server):
 
 
 def selectors_of(expression):
-    """Metric names of a PromQL expression with the labels that each is matched by."""
+    """Return the metric names of a PromQL expression, each with the labels that match it."""
     plain = re.sub(r'"[^"]*"', '""', expression)
     plain = re.sub(r"\b(by|on|without|ignoring|group_left|group_right)\s*\([^)]*\)", " ", plain)
     found = re.findall(r"([a-zA-Z_:][\w:]*)\s*(\{[^}]*\})?(?!\s*[\w:(])", re.sub(r"\[[^\]]*\]", "", plain))
@@ -240,9 +240,12 @@ def test_a_stopped_service_has_time_to_drain():
 
 def test_the_unit_gives_the_service_no_rights_it_does_not_need():
     hardening = {
-        "NoNewPrivileges": "yes", "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateTmp": "yes", "RestrictSUIDSGID": "yes",
-        "ProtectKernelTunables": "yes", "ProtectKernelModules": "yes", "ProtectControlGroups": "yes", "RestrictNamespaces": "yes",
-        "CapabilityBoundingSet": "", "LockPersonality": "yes", "SystemCallArchitectures": "native", "DevicePolicy": "closed",
+        "NoNewPrivileges": "yes", "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateTmp": "yes",
+        "RestrictSUIDSGID": "yes",
+        "ProtectKernelTunables": "yes", "ProtectKernelModules": "yes", "ProtectControlGroups": "yes",
+        "RestrictNamespaces": "yes",
+        "CapabilityBoundingSet": "", "LockPersonality": "yes", "SystemCallArchitectures": "native",
+        "DevicePolicy": "closed",
     }  # fmt: skip
     assert {name: UNIT[name][0] for name in hardening} == hardening
     assert UNIT["User"][0] != "root"

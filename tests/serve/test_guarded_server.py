@@ -30,7 +30,7 @@ SETTINGS = [
 ]
 LONG = {"max_tokens": 300, "ignore_eos": True}
 ENDLESS = {"max_tokens": 700, "ignore_eos": True}
-"""For requests that are ended before they are complete, however slow the test is."""
+"""Fields of requests that are ended before they are complete, however slow the test is."""
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ def test_messages_about_the_form_of_the_output_name_the_field_that_was_sent(guar
 
 
 def raw(guarded, *parts):
-    """All that the server answers to these bytes until it closes the connection."""
+    """Return all that the server answers to these bytes until it closes the connection."""
     host, port = guarded.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         for part in parts:
@@ -415,7 +415,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once(guarded, admin):
         after = statistics(admin)
         assert after["finished"]["cancelled"] == before["finished"].get("cancelled", 0) + number + 1
         assert after["num_free_pages"] == before["num_free_pages"]
-    # the core has freed the pages; its report is still on the way to the front
+    # the core has freed the pages; its report may still be on the way to the front
     wait_until(lambda: num_open(admin) == 0, "it stays admitted")
 
 

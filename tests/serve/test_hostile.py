@@ -1,7 +1,4 @@
-"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time:
-
-`stress.neighbours`).
-"""
+"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (`stress.neighbours` sends all)."""
 
 import asyncio
 import json

@@ -13,12 +13,15 @@ from saccade.serve.metrics_history import MetricsHistory
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
 COUNTERS = (
-    "prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
+    "prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries",
+    "prefix_cache_hits",
     "mm_cache_queries", "mm_cache_hits", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
 )  # fmt: skip
 HISTOGRAMS = (
-    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
-    "request_generation_tokens", "request_time_per_output_token_seconds", "request_params_n", "request_params_max_tokens",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens", "request_time_per_output_token_seconds", "request_params_n",
+    "request_params_max_tokens",
     "request_queue_time_seconds",
 )  # fmt: skip
 
@@ -60,7 +63,7 @@ def test_counters_grow_by_what_the_responses_say(server):
     ):
         assert grown[f"vllm:{name}_count"] == 3
     assert grown["vllm:request_generation_tokens_sum"] == 24
-    assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 7  # of the streamed answer
+    assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 7  # gaps of the streamed answer
     assert grown["http_requests_total", "handler=/v1/chat/completions", "status=200"] == 3
 
 

@@ -116,13 +116,13 @@ PARSED = {"model": "tiny", "messages": HELLO, "seed": 5, "max_tokens": 200}
 
 
 def answer_to(client, *messages, **fields):
-    """The answer to the conversation after these messages, which are sent as they are."""
+    """Return the answer to the conversation after these messages, which are sent as they are."""
     said = client.chat.completions.create(model="tiny", messages=[*HELLO, *messages], max_tokens=2, **fields)
     assert said.choices[0].finish_reason in ("stop", "length")
     return said
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of a message that it has parsed
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client adds it to a message that it has parsed
 def test_parsed_messages_can_be_sent_back_as_they_are(client):
     more = {"role": "user", "content": "and now?", "name": "alice"}
     whole = client.chat.completions.parse(**PARSED, response_format=Sum).choices[0].message

@@ -1,5 +1,4 @@
-"""A server with a chat template of its operator's, which knows no tools: a call can still be required, and earlier
-calls are text."""
+"""A server whose operator sets a chat template without tools: calls can be required, earlier ones are text."""
 
 import json
 import shutil
@@ -12,14 +11,15 @@ from saccade.processor.tools import check_tools
 from saccade.serve.tool_prompt import tool_turns_as_text, with_tools_described
 
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}{% if message.name %} {{ message.name }}{% endif %}{{ '\\n' }}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}{% if message.name %} {{ message.name }}{% endif %}{{ "
+    "'\\n' }}"
     "{% if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As that of Qwen2.5-VL, which has no place for tools either."""
+"""A template like that of Qwen2.5-VL, which has no place for tools either."""
 HELLO = {"role": "user", "content": "hello"}
 
 
@@ -34,7 +34,7 @@ LOOK = {"type": "function", "function": {"name": "look"}}
 
 @pytest.fixture(scope="module")
 def bare(checkpoint, tmp_path_factory):
-    """A checkpoint without a template."""
+    """Return a checkpoint without a template."""
     folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("bare") / "tiny")
     (folder / "chat_template.jinja").unlink()
     return folder

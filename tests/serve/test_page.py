@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get
 
 ANSWER = ".message.assistant .text"
 MAX_PAGE_BYTES = 400_000
-# How often the text of the answer became longer.
+# Counts how often the text of the answer became longer.
 COUNT_GROWTH = """() => {
   window.numGrown = 0;
   let length = 0;
@@ -43,7 +43,7 @@ COUNT_GROWTH = """() => {
     length = shown;
   }).observe(document.getElementById("messages"), { subtree: true, childList: true, characterData: true });
 }"""
-# From inside the page, because the tiny model is done in a second.
+# Runs inside the page, because the tiny model is done in a second.
 STOP_AT_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
   if (!document.querySelector(".message.assistant .text")?.textContent) return;
   observer.disconnect();
@@ -91,7 +91,7 @@ def canned(*deltas, finish="stop", usage=None):
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
-# A bit of everything that the page renders.
+# Something of everything that the page renders.
 MARKDOWN = """# Result
 The **total** is *about* ~~11~~ `12`, see [the docs](https://example.com/a) and https://example.com/b.
 
@@ -115,7 +115,7 @@ $$\\frac{a}{b} = \\sum_{i=1}^{n} x_i$$
 
 
 def answer_with(page, body, status=200, **headers):
-    """Have the network answer the next questions: what a tiny model cannot be made to say."""
+    """Have the network answer the next questions with texts that a tiny model cannot write."""
     content_type = "text/event-stream" if status == 200 else "application/json"
     page.route(
         "**/v1/chat/completions",
@@ -137,7 +137,7 @@ def test_a_dropped_image_is_sent_and_its_answer_streams(page, server):
     give_image(page, DROP, "stripes.png", png_of(91))
     page.wait_for_selector("#thumbs img[alt='stripes.png']")
     page.evaluate(COUNT_GROWTH)
-    ask(page, "what is it", temperature=0, max_tokens=80)
+    ask(page, "what is it", temperature=0, max_tokens=300)
     wait_until_done(page)
     assert page.evaluate("window.numGrown") > 2, "the answer grew in front of the reader"
     figures = page.text_content(".message.assistant .figures")
@@ -145,7 +145,7 @@ def test_a_dropped_image_is_sent_and_its_answer_streams(page, server):
     assert "tokens/s" in figures
     wait_for_growth(server, before, "saccade:request_images_sum", 1)
     image = {"type": "image_url", "image_url": {"url": data_url(picture(56, 84, 91))}}
-    said = server.chat([image, {"type": "text", "text": "what is it"}], max_tokens=80).json()
+    said = server.chat([image, {"type": "text", "text": "what is it"}], max_tokens=300).json()
     assert copied(page, page.locator("text='Copy'")) == said["choices"][0]["message"]["content"]
     assert f"{said['usage']['completion_tokens']} tokens" in figures
 
@@ -387,23 +387,29 @@ def test_answers_are_rendered_as_markdown_and_code_is_copied(page):
 def test_links_are_http_only_and_images_are_never_loaded(browser, server):
     link = 'target="_blank" rel="noopener noreferrer nofollow"'
     cases = {
-        "![a *cat*](https://evil.example/x.png)": f'<p><a href="https://evil.example/x.png" {link} title="https://evil.example/x.png">Image: a <em>cat</em></a></p>',
+        "![a *cat*](https://evil.example/x.png)": f'<p><a href="https://evil.example/x.png" {link} '
+        f'title="https://evil.example/x.png">Image: a <em>cat</em></a></p>',
         "![x](data:image/png;base64,AAAA)": "<p>![x](data:image/png;base64,AAAA)</p>",
         "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
         "[x](JaVaScRiPt:alert(1)) <javascript:x>": "<p>[x](JaVaScRiPt:alert(1)) &lt;javascript:x&gt;</p>",
         "[x](/v1/models) [y](//evil.example)": "<p>[x](/v1/models) [y](//evil.example)</p>",
         "[bank](https://bank.example@evil.example)": "<p>[bank](https://bank.example@evil.example)</p>",
-        "[![i](https://a.example/i)](https://b.example/)": f'<p><a href="https://b.example/" {link} title="https://b.example/">Image: i</a></p>',
+        "[![i](https://a.example/i)](https://b.example/)": f'<p><a href="https://b.example/" {link} '
+        f'title="https://b.example/">Image: i</a></p>',
         "see https://a.example/x_(y).": f'<p>see <a href="https://a.example/x_(y)" {link} title="https://a.example/x_(y)">https://a.example/x_(y)</a>.</p>',
         "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
-        "`<b>` \\*plain\\* snake_case_name 2 * 3 * 4": "<p><code>&lt;b&gt;</code> *plain* snake_case_name 2 * 3 * 4</p>",
-        "***both*** **a *b* c** *a **b***": "<p><em><strong>both</strong></em> <strong>a <em>b</em> c</strong> <em>a <strong>b</strong></em></p>",
+        "`<b>` \\*plain\\* snake_case_name 2 * 3 * 4": "<p><code>&lt;b&gt;</code> *plain* "
+        "snake_case_name 2 * 3 * 4</p>",
+        "***both*** **a *b* c** *a **b***": "<p><em><strong>both</strong></em> <strong>a <em>b</em> c</strong> <em>a "
+        "<strong>b</strong></em></p>",
         "first line\nsecond line": "<p>first line<br>second line</p>",
         "it costs $5 and $10, or \\$3": "<p>it costs $5 and $10, or $3</p>",
-        "- [x] done\n- [ ] open": '<ul><li class="task-item"><span class="task" role="img" aria-label="done">☑</span>done</li><li class="task-item"><span class="task" role="img" aria-label="to do">☐</span>open</li></ul>',
+        "- [x] done\n- [ ] open": '<ul><li class="task-item"><span class="task" role="img" aria-label="done">☑</span>'
+        'done</li><li class="task-item"><span class="task" role="img" aria-label="to do">☐</span>open</li></ul>',
         "3. three\n4. four\n\ntext": '<ol start="3"><li>three</li><li>four</li></ol><p>text</p>',
         "text\n---\n# # not closed #x": "<p>text</p><hr><h3># not closed #x</h3>",
-        "```": '<div class="code"><div class="code-head"><span>code</span><button type="button" class="quiet">Copy code</button></div><pre tabindex="0" role="region" aria-label="Code"><code></code></pre></div>',
+        "```": '<div class="code"><div class="code-head"><span>code</span><button type="button" class="quiet">Copy '
+        'code</button></div><pre tabindex="0" role="region" aria-label="Code"><code></code></pre></div>',
     }
     with open_page(browser, server.url, expects=["TrustedHTML"]) as page:
         for text, html in cases.items():
@@ -437,7 +443,8 @@ def test_formulas_become_mathml_and_unknown_commands_stay_source(page):
         r"\left( \frac{a}{b} \right]": "mrow(mo(() mfrac(mi(a) mi(b)) mo(]))",
         r"\mathbb{R} \mathbf{v} \mathrm{d}": "mrow(mi(ℝ) mi(𝐯) mi(d))",  # noqa: RUF001
         r"\text{if } x": "mrow(mtext(if\u00a0) mi(x))",
-        r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}": "mrow(mo([) mtable(mtr(mtd(mn(1)) mtd(mn(2))) mtr(mtd(mn(3)) mtd(mn(4)))) mo(]))",
+        r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}": "mrow(mo([) mtable(mtr(mtd(mn(1)) mtd(mn(2))) mtr(mtd(mn(3)) "
+        "mtd(mn(4)))) mo(]))",
         r"\begin{cases} 1 & x \\ 0 \end{cases}": "mrow(mo({) mtable(mtr(mtd(mn(1)) mtd(mi(x))) mtr(mtd(mn(0)))) mo())",
         r"a &= b \\ c &= d": "mtable(mtr(mtd(mi(a)) mtd(mo(=) mi(b))) mtr(mtd(mi(c)) mtd(mo(=) mi(d))))",
         r"\hat{y} \not= \alpha \times -1": "mrow(mover(mi(y) mo(^)) mo(=\u0338) mi(α) mo(×) mo(−) mn(1))",  # noqa: RUF001
@@ -465,14 +472,15 @@ DATABASE = """async () => {
   const settled = (request) => new Promise((resolve) => { request.onsuccess = () => resolve(request.result); });
   const database = await settled(indexedDB.open("saccade"));
   const rows = [];
-  for (const name of database.objectStoreNames) rows.push(...await settled(database.transaction(name).objectStore(name).getAll()));
+  for (const name of database.objectStoreNames)
+    rows.push(...await settled(database.transaction(name).objectStore(name).getAll()));
   database.close();
   return JSON.stringify(rows);
 }"""
 
 
 def exported(page, button):
-    """What a button downloads."""
+    """Return what a button downloads."""
     with page.expect_download() as download:
         page.click(button)
     return json.loads(download.value.path().read_text())
@@ -712,7 +720,8 @@ def test_a_request_is_copied_as_curl_and_as_python_that_give_the_same_answer(pag
 def tile(name):
     """The number on a tile of the status view."""
     tiles = "[...document.querySelectorAll('#tiles li')]"
-    return f"Number({tiles}.find((node) => node.textContent.startsWith('{name}')).querySelector('.value').textContent.replace(',', ''))"
+    found = f"{tiles}.find((node) => node.textContent.startsWith('{name}'))"
+    return f"Number({found}.querySelector('.value').textContent.replace(',', ''))"
 
 
 def test_the_status_view_shows_what_was_recorded_before_it_was_opened_and_moves_with_the_load(page, server):
@@ -725,7 +734,8 @@ def test_the_status_view_shows_what_was_recorded_before_it_was_opened_and_moves_
         assert time.monotonic() < deadline
         time.sleep(0.05)
     page.evaluate(
-        "new MutationObserver((_, observer) => { window.first = document.querySelector('#stages').textContent; observer.disconnect(); })"
+        "new MutationObserver((_, observer) => { window.first = document.querySelector('#stages').textContent; "
+        "observer.disconnect(); })"
         ".observe(document.querySelector('#stages'), { childList: true })"
     )
     page.click("#tab-status")
@@ -883,7 +893,14 @@ def test_everything_is_reached_and_done_by_keyboard(page):
 
 def test_a_phone_shows_everything_without_scrolling_sideways(browser, server):
     with open_page(browser, server.url, size="phone") as page:
-        wide = "document.documentElement.scrollWidth <= innerWidth && [...document.querySelectorAll('button, a, input, textarea')].filter((node) => node.checkVisibility() && !node.closest('.unseen, .skip') && !node.matches('.unseen, .skip, .markdown a')).every((node) => { const box = node.getBoundingClientRect(); return box.right <= innerWidth + 1 && box.left >= -1 && box.height >= 24; })"
+        wide = """document.documentElement.scrollWidth <= innerWidth &&
+            [...document.querySelectorAll('button, a, input, textarea')].filter(
+              (node) => node.checkVisibility() && !node.closest('.unseen, .skip') &&
+                !node.matches('.unseen, .skip, .markdown a')
+            ).every((node) => {
+              const box = node.getBoundingClientRect();
+              return box.right <= innerWidth + 1 && box.left >= -1 && box.height >= 24;
+            })"""
         answer_with(page, canned("a long word: " + "x" * 400 + "\n\n" + MARKDOWN))
         page.fill("#prompt", "hello " * 40)
         page.click("#send")

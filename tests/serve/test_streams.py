@@ -1,5 +1,4 @@
-"""Streamed answers equal those at once: text, tokens, log-probabilities and usage, also where a stop string ends the
-text."""
+"""Streamed answers equal whole ones in text, tokens, log-probabilities and usage, with stop strings too."""
 
 import pytest
 from serve.running import chat_body, events
@@ -8,7 +7,7 @@ LOGPROBS = {"chat/completions": {"logprobs": True, "top_logprobs": 2}, "completi
 
 
 def body_of(route, **fields):
-    """The text is one letter again and again, which is drafted: several tokens come at once."""
+    """Return a body whose text repeats one letter, which is drafted: several tokens come at once."""
     fields = {"max_tokens": 60, "ignore_eos": True, "logit_bias": {"64": 100}, **LOGPROBS[route], **fields}
     body = chat_body("repeat", **fields)
     if route == "completions":
@@ -28,7 +27,7 @@ def text_of(choice):
 
 
 def entries_of(choice):
-    """Token, log-probability and everything else that there is of each token."""
+    """Return token, log-probability and the remaining fields of each token."""
     logprobs = choice["logprobs"] or {}
     if "content" in logprobs:
         return [(one["token"], one["logprob"], one["bytes"]) for one in logprobs["content"]]

@@ -58,11 +58,12 @@ def is_possible(processor, compiler, choice, text):
 
 NAMED = {"type": "function", "function": {"name": "clock"}}
 FORCED = {
-    # tools, tool_choice, parallel: what can be written, and what cannot
+    # tools, tool_choice, parallel calls, texts that can be written, texts that cannot
     "required": (TOOLS, "required", True, [PARIS, NOW, f"{PARIS}\n{NOW}"], ["", "text", WRONG, f"ok\n{PARIS}"]),
     "required, one": (TOOLS, "required", False, [PARIS], [f"{PARIS}\n{NOW}"]),
     "named": (TOOLS, NAMED, True, [NOW], ["", "text", PARIS, f"{NOW}\n{NOW}"]),
-    "strict": (STRICT, "auto", True, ["", "text < <tool", PARIS, NOW, f"ok\n{PARIS}\n{NOW}"], [WRONG, f"ok {WRONG}", "<tool_call>x"]),
+    "strict": (STRICT, "auto", True, ["", "text < <tool", PARIS, NOW, f"ok\n{PARIS}\n{NOW}"],
+        [WRONG, f"ok {WRONG}", "<tool_call>x"]),
     "auto, one": (TOOLS, None, False, ["", "text", PARIS, WRONG, f"ok {NOW}"], [f"{PARIS}\n{NOW}", "<tool_call>x"]),
 }  # fmt: skip
 

@@ -28,7 +28,8 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def record_of(**fields):
     now = time.perf_counter()
     common = {
-        "id": "req-1", "route": "/v1/chat/completions", "arrived_at": now - 1, "ended_at": now, "status": 200, "ending": "stop",
+        "id": "req-1", "route": "/v1/chat/completions", "arrived_at": now - 1, "ended_at": now, "status": 200,
+        "ending": "stop",
         "num_completions": 1, "max_tokens": 64, "num_images": 1, "num_prompt_tokens": 30, "num_cached_tokens": 16,
         "num_output_tokens": 9, "preprocess_s": 0.1, "first_token_s": 0.4, "decode_s": 0.5,
     }  # fmt: skip
@@ -93,7 +94,7 @@ def test_a_refused_request_is_an_error_without_stages():
 
 @contextmanager
 def collector():
-    """An OTLP collector on loopback: its URL, and the spans it has received."""
+    """Yield the URL of an OTLP collector on loopback, and the spans that it receives."""
     received = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,7 +133,7 @@ def test_a_server_with_an_endpoint_exports_every_request_and_one_without_exports
 
     with collector() as (url, spans):
         for endpoint in (url, None):
-            supervisor = Supervisor(lambda: None, max_restarts=0, backoff_s=1)  # not started: the server is loading
+            supervisor = Supervisor(lambda: None, max_restarts=0, backoff_s=1)  # refused, since the server is loading
             config = ServeConfig(otlp_endpoint=endpoint)
             service = Service(config=config, engine_config=EngineConfig(), model_name="tiny", supervisor=supervisor)
             with _traced(service):

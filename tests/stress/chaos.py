@@ -1,7 +1,7 @@
 """Random load on a server, while parts of it are killed: every request ends once, everything comes back, nothing leaks.
 
-    PYTHONPATH=tests python -m stress.chaos [--requests 10000] [--clients 24] [--seed 0] [--device cpu] [--log FILE] [--out FILE]
-                                            [--media-kills 60] [--core-kills 10] [--front-kills 4 | --soak]
+    PYTHONPATH=tests python -m stress.chaos [--requests 10000] [--clients 24] [--seed 0] [--device cpu] [--log FILE]
+                                            [--out FILE] [--media-kills 60] [--core-kills 10] [--front-kills 4 | --soak]
 
 Starts `saccade serve` on a tiny model. Clients send text and images, broken ones too, with random sampling parameters,
 streamed and not, and some leave in the middle. Meanwhile media workers, the engine core and the front are killed with
@@ -35,19 +35,20 @@ from saccade.serve.load.workload import data_url
 
 OPTIONS = (
     "--max-model-len", "400", "--set", "engine.num_workers=2", "--set", "engine.num_pages=1000",
-    "--set", "engine.processed_image_cache_bytes=4000000", "--set", "serve.max_restarts=1000", "--set", "serve.restart_backoff_s=0.01",
+    "--set", "engine.processed_image_cache_bytes=4000000", "--set", "serve.max_restarts=1000", "--set",
+    "serve.restart_backoff_s=0.01",
 )  # fmt: skip
 ALLOWED_CODES = {"engine_stopped", "engine_restarting", "loading", "cancelled", "overloaded", "invalid_request"}
 """Codes with which a request may fail. `invalid_request`: a broken image, or one on which two workers in a row were
 killed."""
 RESTART_S = 120.0
-"""Within this time killed processes are there again."""
+"""Time within which killed processes must run again."""
 SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_files": 256}
-"""What a server may hold more at the end: the engine keeps the shared memory of up to 256 images."""
+"""Allowed growth of what a server holds: the engine keeps the shared memory of up to 256 images."""
 ANSWER_S = 180.0
-"""Within this time a request must have ended."""
+"""Time within which a request must have ended."""
 WORKERS = "preprocessing.worker initialize"
-"""In the command line of media workers and of the process that forks them."""
+"""Text in the command line of media workers and of the process that forks them."""
 RETRY_S = 1.0
 """Pause of a client that was refused."""
 REFUSALS = ("engine_restarting", "loading", "overloaded")
@@ -56,7 +57,7 @@ BROKEN = "data:image/png;base64,bm8gcGljdHVyZQ=="
 
 @dataclass
 class Result:
-    """What has happened."""
+    """Counts and times of one run."""
 
     endings: Counter = field(default_factory=Counter)
     """Requests by how they ended."""
@@ -64,12 +65,12 @@ class Result:
     ids: list = field(default_factory=list)
     """Request ids that clients have seen, while the front lived."""
     core_restarts_s: list = field(default_factory=list)
-    """From the kill of the core to ready."""
+    """Seconds from the kill of the core to ready."""
     front_restarts_s: list = field(default_factory=list)
-    """From the start of the front to ready."""
+    """Seconds from the start of the front to ready."""
     num_media_kills: int = 0
     memory_mb: list = field(default_factory=list)
-    """(requests, memory of all processes), about every second."""
+    """Samples of (requests, memory of all processes), about one a second."""
 
     @property
     def num_ended(self):
@@ -79,13 +80,13 @@ class Result:
 
 
 class Chaos:
-    """Clients and the one who kills."""
+    """Runs clients, and kills parts of their server."""
 
     def __init__(self, server, seed):
         self._server, self._rng, self.result = server, random.Random(seed), Result()
         self._images = [data_url(56, 28 * (2 + number % 3), f"chaos {number}") for number in range(40)]
         self._front_deaths = []
-        """Times at which the front was killed, and was ready again."""
+        """Times at which the front was killed and at which it was ready again."""
         self._is_up = asyncio.Event()
         self._is_up.set()
 
@@ -281,14 +282,14 @@ def check_log(text, ids):
 async def measure(server, *, requests, clients, kills, seed):
     """Run everything; what was found. `kills`: how many of each part."""
     chaos = Chaos(server, seed)
-    await chaos.run_clients(clients, min(100, requests // 4))  # workers and caches exist from here on
+    await chaos.run_clients(clients, min(100, requests // 4))  # then workers and caches exist
     before, began = await _settled(server), time.perf_counter()
     chaos.result = Result()
     await asyncio.gather(
         chaos.run_clients(clients, requests), chaos.run_kills(requests, kills), chaos.watch_memory(requests)
     )
     seconds = time.perf_counter() - began
-    await chaos.run_clients(clients, chaos.result.num_ended + 25)  # what starts on demand is there again
+    await chaos.run_clients(clients, chaos.result.num_ended + 25)  # processes that start on demand run again
     idle, after, result = await wait_until_idle(server.url), await _settled(server, before.num_processes), chaos.result
     problems = [*result.violations, *check_log(server.log, result.ids)]
     problems += [f"{name} is {value:g} on an idle server" for name, value in idle.items() if value]
@@ -299,7 +300,7 @@ async def measure(server, *, requests, clients, kills, seed):
         problems.append(f"{after.num_processes} processes instead of {before.num_processes}")
     if num_tracebacks := server.log.count("Traceback"):
         problems.append(f"{num_tracebacks} tracebacks in the log")
-    memory = [sample for sample in result.memory_mb if sample[0] > 0.7 * requests]  # the front is killed no more
+    memory = [sample for sample in result.memory_mb if sample[0] > 0.7 * requests]  # no front is killed in this part
     slope = float(np.polyfit(*zip(*memory, strict=True), 1)[0]) * 1000 if len(memory) > 2 else 0.0
     return {
         "requests": result.num_ended,

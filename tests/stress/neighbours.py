@@ -87,7 +87,7 @@ class Repeated:
     is_abandoned: bool = True
     """The client closes the connection as soon as the request is sent."""
     plain: dict | None = None
-    """More fields of the plain requests."""
+    """Further fields of the plain requests."""
     options = (
         "--device", "cpu", "--max-model-len", 16384, "--set", "engine.num_workers=1", "--set", "engine.num_pages=4000",
     )  # fmt: skip

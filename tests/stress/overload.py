@@ -1,6 +1,7 @@
 """A server at several times its capacity keeps serving at its capacity and refuses the rest at once.
 
-    PYTHONPATH=tests python -m stress.overload [--url URL] [--factor 4] [--seconds 60] [--images none|unique|mixed] [--layers 4]
+    PYTHONPATH=tests python -m stress.overload [--url URL] [--factor 4] [--seconds 60] [--images none|unique|mixed]
+                                               [--layers 4]
 
 Capacity is measured before and after: a closed loop that keeps the server's slots and queue full. In between, requests
 arrive at `factor` times that rate (Poisson), without retries. Reported: requests served per second in both, and how

@@ -41,7 +41,7 @@ class Holdings:
 def pids_of(server):
     """The front and all its descendants."""
     found = [server.process.pid]
-    for pid in found:  # grows meanwhile
+    for pid in found:  # the list grows meanwhile
         with suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
                 found += [int(child) for child in (task / "children").read_text().split()]
