@@ -236,7 +236,7 @@ class Linear(Projection):
         return self.linear(x)
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """See `Projection`. One token takes one kernel; for many the activation can run in that of the product."""
+        """See `Projection`. Norm and activation run in the kernel of the product, for one token."""
         if not isinstance(x, NormedSum):
             return swiglu(*self.linear(x).chunk(2, dim=-1))
         out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)
