@@ -93,8 +93,11 @@ def serve(
         _set_up_uvicorn_log()
         on_listening(*[f"http://{_spell(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets])
         listeners = [_Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
+        lifecycle = _Lifecycle(service, gate, listeners)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Lifecycle(service, gate, listeners).run())
+            runner.run(lifecycle.run())
+    if lifecycle.is_interrupted:
+        raise KeyboardInterrupt
     if supervisor.error is not None:
         if isinstance(supervisor.error, UserError):
             raise supervisor.error
@@ -227,13 +230,15 @@ class _Lifecycle:
         """`gate` counts the requests that a drain waits for."""
         self._service, self._gate, self._listeners = service, gate, listeners
         self._draining: asyncio.Task[None] | None = None
+        self.is_interrupted = False
+        """Whether a Ctrl-C has ended the server while the model was loading."""
 
     async def run(self) -> None:
         """Run until a signal, or until the engine has failed for good."""
         loop, supervisor = asyncio.get_running_loop(), self._service.supervisor
         supervisor.on_failed = lambda: _post(loop, self._quit)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         supervisor.start()
         recording = asyncio.create_task(self._service.history.run(self._service.metrics.collect))
         try:
@@ -243,8 +248,10 @@ class _Lifecycle:
             await self._service.close()
             await asyncio.to_thread(supervisor.stop)
 
-    def _on_signal(self) -> None:
-        if self._draining is not None:
+    def _on_signal(self, number: int) -> None:
+        is_loading = self._service.supervisor.state == "loading"
+        if is_loading or self._draining is not None:
+            self.is_interrupted = is_loading and number == signal.SIGINT
             self._quit()
             return
         logger.info("draining: no new requests; those in progress finish. A second signal quits")

@@ -101,12 +101,15 @@ class Supervisor:
                 self._state = "ready"
 
     def stop(self) -> None:
-        """Close the engine and end the thread."""
+        """Close the engine and end the thread. A model that is being loaded is not waited for.
+
+        The processes that load it end with this one.
+        """
         self._must_stop.set()
         with self._lock:
             self._state = "stopped"
-        if self._thread.is_alive():
-            self._thread.join(_STOP_S)  # the thread may be loading a large model; its processes end with this one
+        if self._thread.is_alive() and self._engine is not None:
+            self._thread.join(_STOP_S)
 
     # -------------------------------------------------------------- the supervisor's thread
 

@@ -118,6 +118,7 @@ class ForkServer:
                     pass_fds=[child_end.fileno()],
                     env=os.environ | _SINGLE_THREAD,
                     stdin=subprocess.DEVNULL,
+                    process_group=0,  # a Ctrl-C in the terminal reaches the owner alone
                 )
         reply: Any = None
         with contextlib.suppress(OSError):  # it may have exited already, which `_fork` detects

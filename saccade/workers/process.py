@@ -101,8 +101,8 @@ def _has_used_gpu() -> bool:
 def follow_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes).
 
-    SIGINT and SIGTERM are left to the parent: terminals, Slurm and `timeout` send them to every process of a group, and a parent that
-    finishes what is in progress needs this process for it.
+    SIGINT and SIGTERM are left to the parent: Slurm sends them to every process of a job, and a parent that finishes
+    what is in progress needs this process for it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -230,7 +230,10 @@ class CoreProcess:
         with theirs:
             command = [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
             environment = (_CPU_ENVIRONMENT if resolve_device(device).type == "cpu" else {}) | os.environ
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)  # noqa: S603  our module
+            # In a group of its own, so that a Ctrl-C in the terminal reaches this process alone.
+            self._process = subprocess.Popen(  # noqa: S603  our module
+                command, pass_fds=[theirs.fileno()], env=environment, process_group=0
+            )
         self._connection = Connection(ours)
         try:
             ready = self._load(
