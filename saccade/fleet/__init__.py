@@ -7,6 +7,7 @@
     rollout.py     a new version gets more users step by step, or is rolled back by a sequential test
                    (objectives.py, evidence.py and comparison.py are its parts)
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
+    scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
 
 Decisions here are plain Python and numpy: no Ray, no torch, no clock, no I/O. Deployments that carry them out do not
 exist yet; `saccade fleet check` reads a file and refuses what could not run.

@@ -17,6 +17,7 @@ from saccade.errors import ConfigError
 from saccade.fleet.objectives import Objective, check_measurable
 from saccade.fleet.probes import Probe
 from saccade.fleet.rollout import RolloutPolicy
+from saccade.fleet.scaling import ScalingPolicy
 from saccade.serve.config import ServeConfig
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -36,6 +37,8 @@ class Pool:
     """Replicas that run at most."""
     cpus_per_replica: float = 1.0
     """CPU cores that a replica reserves."""
+    scaling: ScalingPolicy = field(default_factory=ScalingPolicy)
+    """When replicas are added and removed."""
 
     def __post_init__(self) -> None:
         _check_replicas(self.min_replicas, self.max_replicas)
@@ -54,6 +57,8 @@ class EncoderPool:
     """CPU cores that a replica reserves."""
     gpus_per_replica: float = 1.0
     """GPUs that a replica reserves, 0 to 1; a fraction shares a GPU."""
+    scaling: ScalingPolicy = field(default_factory=ScalingPolicy)
+    """When replicas are added and removed."""
 
     def __post_init__(self) -> None:
         _check_replicas(self.min_replicas, self.max_replicas)
