@@ -7,9 +7,9 @@ Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the
 ids. Greedy, end of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request
 for one token on an idle engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127.
 A workload runs once to warm up and then `--rounds` times with other images and tokens; the median is reported. vLLM's
-figures are printed beside it only for the same model shape, workload and card.
+figures are printed next to it only for the same model shape, workload and card.
 
-`structured`: 64 requests with 16 JSON schemas among 64 without; how long those without take, beside 64 more without.
+`structured`: 64 requests with 16 JSON schemas among 64 without; the time of those without, compared with 128 without.
 `drafts`: 1 and 8 requests that repeat themselves (two tokens have a bias that makes them follow) and that do not
 (temperature 1); run it with `--set max_draft_tokens=0` and `=7` to compare.
 """
@@ -168,7 +168,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def structured(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
-    """Requests without a grammar beside others with one, and beside others without."""
+    """Time requests without a grammar, mixed with others that have one and with others that have none."""
     import jsonschema
 
     half = NUM_REQUESTS // 4

@@ -3,10 +3,10 @@
     config = load_config(TrainConfig, Path("recipes/tiny.toml"), overrides=["stages.learn.optimizer.lr=3e-4"])
     write_config(config, run / "config.toml")          # the resolved config; loading it back gives an equal object
 
-Decoding is strict: a key that no field carries, a missing value and a value of another type are errors that name the key by
-its path. An int is accepted where a float is expected, nothing else is converted. A dataclass may have a `RENAMED` class variable,
-{old key: new key}: an old key is refused with a message that names the new one. (Existing decoders either ignore unknown keys,
-convert strings silently or bring a validation framework; this page is the part we need.)
+Decoding is strict: an unknown key, a missing value and a value of another type are errors that name the key by its
+path. An int is accepted for a float; nothing else is converted. A dataclass may have a `RENAMED` class variable,
+{old key: new key}: an old key is refused with a message that names the new one. (Existing decoders either ignore
+unknown keys, convert strings silently or bring a validation framework; this module is the part we need.)
 """
 
 import ast
@@ -81,7 +81,7 @@ def _apply_override(tree: Any, override: str, alternatives: Sequence[str]) -> No
 
 
 def _step_into(tree: Any, name: str, override: str) -> Any:
-    """The section or list `name` of a section, a section made where there is none; of a list, the item of that number or `name`."""
+    """Return the section or list `name` of a section, made if missing, or the item of a list by number or `name`."""
     if isinstance(tree, list):
         for number, item in enumerate(tree):
             if isinstance(item, dict) and name in (str(number), item.get("name")):
@@ -102,7 +102,10 @@ def decode(kind: type[T], tree: object, where: str = "config") -> T:
 
 
 def _decode(kind: Any, value: object, where: str, path: str) -> Any:
-    """One value against one annotation: dataclass, Optional/Union, Literal, tuple[X, ...], dict[str, X] or a plain type."""
+    """Decode one value by its annotation.
+
+    The annotation is a dataclass, Optional/Union, Literal, tuple[X, ...], dict[str, X] or a plain type.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, value, where, path)
@@ -182,7 +185,10 @@ def _expected(kind: Any) -> str:
 
 
 def encode(config: object) -> dict[str, Any]:
-    """The dataclass as nested plain dicts. A field that is None is left out, for TOML has no null: its default must be None."""
+    """The dataclass as nested plain dicts.
+
+    A field that is None is left out, for TOML has no null: its default must be None.
+    """
     assert dataclasses.is_dataclass(config), "encode takes a config dataclass"
 
     def plain(value: Any) -> Any:

@@ -56,7 +56,7 @@ def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU the system provides each memory page when it is first written, so that a large buffer costs what is used of it."""
+    """Zeros. On a CPU the system provides each memory page when it is first written; unused pages cost nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -72,9 +72,8 @@ def _avoid_broken_amx() -> None:
     if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # forking beside threads: the child only multiplies and exits
+        # Forking a process with threads is safe here: the child only multiplies and exits.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.alarm(10)

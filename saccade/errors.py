@@ -10,8 +10,9 @@
         └── RequestError     a conversation that cannot be converted to model inputs
             └── ImageError   one of its images or video frames
 
-A message has up to three parts: what happened, with the values; why it matters, if not obvious; what to do next. Any other
-exception is a bug and keeps its traceback, except errors of the system about a path or a full disk, which `saccade.cli` prints as one line.
+A message has up to three parts: what happened, with the values; why it matters, if not obvious; what to do next. Any
+other exception is a bug and keeps its traceback, except errors of the system about a path or a full disk, which
+`saccade.cli` prints as one line.
 """
 
 

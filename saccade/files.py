@@ -12,10 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on an error.
+    """Yield a temporary path next to `path`; rename it to `path` on success, remove it on an error.
 
-    The caller may create a file or a folder there. With `sync`, a file is on disk (fsync) before it is renamed, and the rename
-    before this returns.
+    The caller may create a file or a folder there. With `sync`, a file is on disk (fsync) before it is renamed, and the
+    rename before this returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

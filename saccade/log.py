@@ -1,7 +1,7 @@
 """Logging: one handler for the whole program, with rank 0 in full and other ranks from warnings up.
 
-Library code uses `logging.getLogger(__name__)` and never prints. Only a program (the command line, a test, a script) calls
-`set_up_logging`.
+Library code uses `logging.getLogger(__name__)` and never prints. Only a program (the command line, a test, a script)
+calls `set_up_logging`.
 """
 
 import functools

@@ -3,9 +3,9 @@
     with open_world() as world:
         total = world.all_sum(tensor)
 
-`torchrun` starts the processes and passes ranks in environment variables; without them the world is one process, which needs no
-network. GPUs use NCCL. A world of several ranks also has a gloo group on the CPU for communication outside the training step: small
-JSON values, and asynchronous saves.
+`torchrun` starts the processes and passes ranks in environment variables; without them the world is one process, which
+needs no network. GPUs use NCCL. A world of several ranks also has a gloo group on the CPU for communication outside the
+training step: small JSON values, and asynchronous saves.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _join(world: World, timeout_s: float) -> World:
 def _fresh_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:
     """A prefix of the store without keys of earlier attempts.
 
-    torchrun keeps one store across restarts; addresses written by dead processes would be used for live ones. So rank 0 chooses a
-    prefix, which is valid once rank 0 has confirmed the secrets of all live ranks.
+    torchrun keeps one store across restarts; addresses written by dead processes would be used for live ones. So rank 0
+    chooses a prefix, which is valid once rank 0 has confirmed the secrets of all live ranks.
     """
     secret, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     if rank == 0:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""For an output rounded once and inputs rounded alike: about twice the unit roundoff, and a few sums in another order."""
+"""Bounds for an output rounded once and inputs rounded alike: twice the unit roundoff, and a few reordered sums."""
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of `expected`, in fp64; where nothing but zero was expected, the RMS of `actual`."""
+    """RMS of the difference over RMS of `expected`, in fp64; the RMS of `actual` if only zeros are expected."""
     actual, expected = actual.detach().double(), expected.detach().double()
     if expected.numel() == 0:
         return 0.0

@@ -35,13 +35,19 @@ for case in json.load(sys.stdin):
 
 
 def run_forked(codes, folder: Path, modules=("torch",), **environment: str) -> list[Ended]:
-    """Run each Python code in a process of its own, one after another, forked from one that has imported the modules."""
+    """Run each Python code in its own process, one after another, forked from one that has imported the modules."""
     cases = [
         {"code": code, "out": str(folder / f"{i}.out"), "err": str(folder / f"{i}.err")} for i, code in enumerate(codes)
     ]
     run = subprocess.run(
-        [sys.executable, "-c", _FORK_EACH, *modules], input=json.dumps(cases), cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        [sys.executable, "-c", _FORK_EACH, *modules],
+        input=json.dumps(cases),
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     statuses = map(int, run.stdout.split())
     return [

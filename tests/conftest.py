@@ -18,7 +18,7 @@ IMPORTED = Path(sys.prefix) / ".imported-by-tests"
 
 
 def wait_for_the_first_worker():
-    """In a new environment the first worker compiles what it imports, for 20 s; the others, in step with it, would do so again."""
+    """Wait while the first worker of a new environment compiles its imports (20 s), so that the others need not."""
     deadline = time.monotonic() + 120
     while not IMPORTED.exists() and os.access(sys.prefix, os.W_OK) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -29,7 +29,7 @@ if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
 
 gc.disable()  # until all tests are collected: every module stays, and collections in between take a seventh of the time
 
-# Before torch is imported, and for all processes that tests start: threads of several that wait for each other slow all down.
+# This is set before torch is imported, and for all processes that tests start: their threads slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
 
@@ -67,7 +67,7 @@ SLOW_FIRST = ("end_to_end", "serve", "train", "engine", "test_", "compress", "mo
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take long run first, so that no worker has one left when the others are done. GPU tests skip cleanly where there is none."""
+    """Run long files first, so that no worker has one left when the others are done; skip GPU tests without a GPU."""
 
     def turn(item):
         name = item.path.relative_to(TESTS).parts[0]
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Some files run on one worker: those whose tests use the server of `serve/conftest.py`, or the fork server of `train/running.py`.
+    """Run files that share the server of `serve/conftest.py` or the fork server of `train/running.py` on one worker.
 
     A server takes 10 s of CPU time to start, a fork server 4 s.
     """
@@ -112,7 +112,7 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
-    # Runs and engines unfreeze at their end, and whatever collects garbage later would traverse a million objects of imported modules.
+    # Runs and engines unfreeze at their end; a later garbage collection would traverse a million objects of modules.
     gc.unfreeze = lambda: None
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and os.access(sys.prefix, os.W_OK):
         IMPORTED.touch()
@@ -122,7 +122,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def sync_debug_mode_is_reset():
-    """A test that makes synchronisation an error must not make it one for the tests behind it."""
+    """A test that makes synchronisation an error must not make it one for the tests after it."""
     import torch
 
     yield

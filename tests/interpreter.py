@@ -38,9 +38,10 @@ def patch_triton_once_per_launch(interpreter):
 
 
 def leave_out_what_the_interpreter_discards(interpreter):
-    """Triton's interpreter computes for every sum and product of integers whether it overflows, and asserts it in debug mode only.
+    """Skip results that Triton's interpreter discards; they took a third of the kernel tests' time.
 
-    It also makes a table of all dtypes to look one up. Both together took a third of the kernel tests' time; names as above.
+    It computes for every sum and product of integers whether it overflows, but asserts that in debug mode only. It also
+    makes a table of all dtypes to look one up. Names are as above.
     """
     options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if getattr(options, "debug", True) is False and hasattr(options, "sanitize_overflow"):
@@ -57,9 +58,10 @@ def leave_out_what_the_interpreter_discards(interpreter):
 
 
 def make_every_shape_once(core):
-    """A shape is wrapped, checked and printed for every tensor and type that is made, a million times for a few hundred shapes.
+    """Keep one object per shape; a shape is wrapped, checked and printed for every tensor and type that is made.
 
-    This takes a quarter of the kernel tests' time. Shapes are never changed, so those that are equal may be one object.
+    A few hundred shapes are made a million times, which takes a quarter of the kernel tests' time. Shapes are never
+    changed, so those that are equal may be one object.
     """
     names = ("block_type", "tensor", "tuple", "constexpr")
     if not all(hasattr(core, name) for name in names):
@@ -90,7 +92,7 @@ def make_every_shape_once(core):
 
 
 def leave_equal_shapes_alone(interpreter):
-    """Operands of one shape are not broadcast, and values that are no compile-time constants are not searched for some."""
+    """Skip the broadcast of operands of one shape, and the search for compile-time constants in other values."""
     core, semantic = interpreter.tl.core, type(getattr(interpreter, "interpreter_semantic", None))
     if not hasattr(semantic, "broadcast_impl_value") or not hasattr(core, "_unwrap_if_constexpr"):
         return

@@ -26,7 +26,27 @@ def test_imports_point_down():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("module", ["saccade", "saccade.errors", "saccade.config", "saccade.log", "saccade.cli", "saccade.model", "saccade.processor", "saccade.processor.positions", "saccade.processor.image", "saccade.engine.frontend.front_end", "saccade.engine.frontend.preprocessing.preprocessor", "saccade.data", "saccade.data.batch_sampler", "saccade.data.index", "saccade.train.config", "saccade.evaluate.report"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    [
+        "saccade",
+        "saccade.errors",
+        "saccade.config",
+        "saccade.log",
+        "saccade.cli",
+        "saccade.model",
+        "saccade.processor",
+        "saccade.processor.positions",
+        "saccade.processor.image",
+        "saccade.engine.frontend.front_end",
+        "saccade.engine.frontend.preprocessing.preprocessor",
+        "saccade.data",
+        "saccade.data.batch_sampler",
+        "saccade.data.index",
+        "saccade.train.config",
+        "saccade.evaluate.report",
+    ],
+)
 def test_importing_a_light_module_loads_no_torch(module):
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0, f"{module} loads torch"
@@ -135,8 +155,8 @@ def test_files_named_in_the_documents_exist():
 
 
 STORAGE = {
-    "model/linear.py", "model/merged_projections.py", "model/lora_linear.py", "model/prepacked_linear.py", "model/quantized_linear.py",
-    "model/fake_quantized_linear.py",  # the storage forms
+    "model/linear.py", "model/merged_projections.py", "model/lora_linear.py", "model/prepacked_linear.py",
+    "model/quantized_linear.py", "model/fake_quantized_linear.py",  # the storage forms
     "model/weights.py", "train/weights.py",  # loading and export
     "train/optimizer.py",
 }  # fmt: skip
@@ -144,7 +164,7 @@ STORAGE = {
 
 
 def weights_read(path):
-    """What has a `weight` read in a module, except for embeddings, norms (`self.weight` in their own file) and weights of data sources."""
+    """What has a `weight` read in a module, except embeddings, norms (`self.weight`) and weights of data sources."""
     for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and re.fullmatch(
             r"weight(_bits|_scale|_packed|_zero_point)?|lora_[AB]", node.attr

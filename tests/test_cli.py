@@ -87,7 +87,10 @@ def test_an_unknown_command_or_option_is_a_usage_error(command):
 
 
 def test_help_and_version_load_no_torch():
-    code = "import sys; sys.argv = ['saccade', '--version']\ntry:\n  from saccade.cli import main; main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys; sys.argv = ['saccade', '--version']\n"
+        "try:\n  from saccade.cli import main; main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -96,8 +99,11 @@ def test_help_and_version_load_no_torch():
 
 def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-m", "saccade", "chat", tmp_path / "nowhere", "hi"], capture_output=True, text=True, check=False
-    )  # fmt: skip
+        [sys.executable, "-m", "saccade", "chat", tmp_path / "nowhere", "hi"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1
@@ -148,7 +154,17 @@ def training(checkpoint, tmp_path, monkeypatch):
 
 
 def test_training_that_ctrl_c_stops_is_saved_and_exits_130(training):
-    command = [sys.executable, "-c", HEEDS_CTRL_C, "train", "recipe.toml", "--device", "cpu", "--set", "stages.learn.steps=100000"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        HEEDS_CTRL_C,
+        "train",
+        "recipe.toml",
+        "--device",
+        "cpu",
+        "--set",
+        "stages.learn.steps=100000",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         lines = []
         for line in run.stderr:
@@ -213,10 +229,18 @@ def test_ctrl_c_while_a_server_loads_the_model_ends_it_without_a_traceback(check
 
 def test_a_malformed_rank_is_a_user_error_in_the_shell(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-m", "saccade", "init", "x"], env={"RANK": "first"}, cwd=tmp_path, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        [sys.executable, "-m", "saccade", "init", "x"],
+        env={"RANK": "first"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 2
-    assert ended.stderr == "saccade: environment variable RANK is 'first', not a number. Start through torchrun, or unset it\n"  # fmt: skip
+    assert (
+        ended.stderr
+        == "saccade: environment variable RANK is 'first', not a number. Start through torchrun, or unset it\n"
+    )
 
 
 # ------------------------------------------------------------------ init
@@ -280,9 +304,18 @@ def test_the_seed_decides_the_weights(command, tmp_path):
         (["--config", "nowhere.toml"], ["nowhere.toml: no such file"]),
         (["--config", "."], ["."]),
         (["--size", ""], ["size"]),
-        (["--size", "tiny", "--set", "languge.num_layers=1"], ["size tiny: unknown key languge. Did you mean language?"]),
-        (["--size", "tiny", "--set", "language.num_layer=1"], ["unknown key language.num_layer. Did you mean num_layers?"]),
-        (["--size", "tiny", "--set", "language.num_layers=x"], ["language.num_layers = 'x' has type str, expected int"]),
+        (
+            ["--size", "tiny", "--set", "languge.num_layers=1"],
+            ["size tiny: unknown key languge. Did you mean language?"],
+        ),
+        (
+            ["--size", "tiny", "--set", "language.num_layer=1"],
+            ["unknown key language.num_layer. Did you mean num_layers?"],
+        ),
+        (
+            ["--size", "tiny", "--set", "language.num_layers=x"],
+            ["language.num_layers = 'x' has type str, expected int"],
+        ),
         (["--size", "tiny", "--set", "language"], ["write it as section.key=value"]),
         (["--size", "tiny", "--set", "language.vocab_size=100"], ["263 tokens", "Raise language.vocab_size"]),
         (["--size", "tiny", "--set", "language.num_kv_heads=3"], ["language: 4 heads cannot share 3 key/value heads"]),
@@ -313,7 +346,9 @@ def test_init_refuses_what_it_cannot_do_and_makes_nothing(command, tmp_path, mon
     ],
 )
 def test_init_refuses_impossible_sizes(command, tmp_path, override):
-    assert_refused(command("init", tmp_path / "new", "--size", "tiny", "--set", override), override.split("=")[0].split(".")[0])  # fmt: skip
+    assert_refused(
+        command("init", tmp_path / "new", "--size", "tiny", "--set", override), override.split("=")[0].split(".")[0]
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -430,7 +465,9 @@ def test_chat_samples_a_video_file(command, checkpoint, tmp_path):
 
 def test_an_image_and_a_system_message_make_the_prompt_longer(command, checkpoint, picture):
     def prompt_tokens(*words):
-        return json.loads(command("chat", checkpoint, *words, "--json", "--max-tokens", 1, "--device", "cpu").out)["prompt_tokens"]  # fmt: skip
+        return json.loads(command("chat", checkpoint, *words, "--json", "--max-tokens", 1, "--device", "cpu").out)[
+            "prompt_tokens"
+        ]
 
     plain = prompt_tokens("hi")
     assert prompt_tokens(picture, "hi") == plain + 3 * 2 + 2
@@ -448,7 +485,9 @@ def test_chat_says_when_the_model_stopped_by_itself(command, checkpoint, tmp_pat
 
 def test_the_same_seed_gives_the_same_answer(command, checkpoint):
     def answer(seed):
-        return command("chat", checkpoint, "hi", "--temperature", 2, "--max-tokens", 8, "--seed", seed, "--device", "cpu").out  # fmt: skip
+        return command(
+            "chat", checkpoint, "hi", "--temperature", 2, "--max-tokens", 8, "--seed", seed, "--device", "cpu"
+        ).out
 
     assert answer(1) == answer(1) != answer(2)
 
@@ -527,7 +566,9 @@ def test_a_conversation_has_the_answers_of_the_same_messages(converse, checkpoin
     (first, second), _ = converse(checkpoint, "hi", "and you?", words=("--system", "Be kind."))
     messages = [("system", "Be kind."), ("user", "hi"), ("assistant", first["text"]), ("user", "and you?")]
     with Engine.load(checkpoint, device="cpu") as engine:
-        [completion] = engine.generate([{"role": role, "content": text} for role, text in messages], SamplingParams(max_tokens=4))  # fmt: skip
+        [completion] = engine.generate(
+            [{"role": role, "content": text} for role, text in messages], SamplingParams(max_tokens=4)
+        )
     assert second["text"] == completion.text
 
 
@@ -570,7 +611,9 @@ def test_chat_answers_with_an_adapter(command, converse, checkpoint, tmp_path):
         for given in (f"odd={tmp_path / 'a=b'}", tmp_path / "a=b")
     )
     assert named == unnamed != [plain]
-    once = command("chat", checkpoint, "hi", "--json", "--max-tokens", 4, "--device", "cpu", "--adapter", tmp_path / "a=b")  # fmt: skip
+    once = command(
+        "chat", checkpoint, "hi", "--json", "--max-tokens", 4, "--device", "cpu", "--adapter", tmp_path / "a=b"
+    )
     assert [json.loads(once.out)] == named
     assert_refused(command("chat", checkpoint, "hi", "--adapter", tmp_path), "no adapter_config.json")
     config = tmp_path / "a=b" / "adapter_config.json"
@@ -697,14 +740,19 @@ def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_reci
 def test_a_recipe_is_planned_before_its_published_checkpoint_is_downloaded(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Path(__file__).parents[1] / "recipes" / "qwen2.5-vl-3b-lora.toml"
-    folder, small = "checkpoints/Qwen2.5-VL-3B-Instruct", ("--set", "stages.0.data.max_seq_len=256", "--set", "stages.0.data.max_patches=64")  # fmt: skip
+    folder, small = (
+        "checkpoints/Qwen2.5-VL-3B-Instruct",
+        ("--set", "stages.0.data.max_seq_len=256", "--set", "stages.0.data.max_patches=64"),
+    )
     ended = command("plan", recipe, "--json", *small)
     assert ended.status == 0, ended.err
     [planned] = json.loads(ended.out).values()
     assert 7 < planned["plan"]["parts_gib"]["parameters"] < 8, "3.75 billion weights in bf16"
     download = f"hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir {folder}"
     assert ended.err == f"{folder} is not here: planned with its published sizes. Download it: {download}\n"
-    assert_refused(command("train", recipe, "--check", "--device", "cpu"), f"{folder}: no such folder. Download it: {download}")  # fmt: skip
+    assert_refused(
+        command("train", recipe, "--check", "--device", "cpu"), f"{folder}: no such folder. Download it: {download}"
+    )
     ended = command("plan", "Qwen/Qwen2.5-VL-3B-Instruct", "--tokens", 256, "--patches", 64, "--json")
     assert ended.status == 0, ended.err
 
@@ -802,7 +850,13 @@ def test_models_lists_families_and_sizes_that_init_takes(command, tmp_path):
 # ------------------------------------------------------------------ adapters
 
 
-@pytest.mark.parametrize("words", [("serve", "{tiny}", "--adapter", "mine={run}"), ("evaluate", "{tiny}", "--tasks", "vqa", "--data", "x", "-o", "out", "--adapter", "{run}")])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "{tiny}", "--adapter", "mine={run}"),
+        ("evaluate", "{tiny}", "--tasks", "vqa", "--data", "x", "-o", "out", "--adapter", "{run}"),
+    ],
+)
 def test_a_run_folder_given_as_an_adapter_is_answered_with_the_path_of_its_adapter(
     words, checkpoint, tmp_path, command
 ):

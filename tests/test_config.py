@@ -157,7 +157,10 @@ def test_defaults_fill_what_is_not_said(tmp_path):
         (MINIMAL | {"optimiser": {}}, "run: unknown key optimiser. Did you mean optimizer?"),
         (MINIMAL | {"zzz": 1}, "run: unknown key zzz. Known keys: level, limit, name"),
         (MINIMAL | {"validation": {"betta": 1}}, "run: unknown key validation.betta. Did you mean betas?"),
-        (MINIMAL | {"sources": [{"path": "a"}, {"path": "b", "wieght": 1}]}, "unknown key sources[1].wieght. Did you mean weight?"),
+        (
+            MINIMAL | {"sources": [{"path": "a"}, {"path": "b", "wieght": 1}]},
+            "unknown key sources[1].wieght. Did you mean weight?",
+        ),
         (MINIMAL | {"stages": {"one": {"lrr": 1}}}, "unknown key stages.one.lrr. Did you mean lr?"),
         ({}, "run: missing name, steps. Add what is missing"),
         ({"name": "a"}, "run: missing steps"),
@@ -172,7 +175,10 @@ def test_defaults_fill_what_is_not_said(tmp_path):
         (MINIMAL | {"optimizer": {"lr": "1"}}, "run: optimizer.lr = '1' has type str, expected float"),
         (MINIMAL | {"optimizer": {"lr": True}}, "run: optimizer.lr = True has type bool, expected float"),
         (MINIMAL | {"optimizer": {"clip": "x"}}, "run: optimizer.clip = 'x' has type str, expected float"),
-        (MINIMAL | {"optimizer": {"betas": 0.9}}, "run: optimizer.betas = 0.9 has type float, expected a list of float"),
+        (
+            MINIMAL | {"optimizer": {"betas": 0.9}},
+            "run: optimizer.betas = 0.9 has type float, expected a list of float",
+        ),
         (MINIMAL | {"optimizer": {"betas": [0.9, "x"]}}, "run: optimizer.betas[1] = 'x' has type str, expected float"),
         (MINIMAL | {"optimizer": {"kind": "sgd"}}, "run: optimizer.kind = 'sgd' is not one of 'adamw', 'muon'"),
         (MINIMAL | {"level": 4}, "run: level = 4 is not one of 1, 2, 3"),
@@ -354,7 +360,15 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 finite = st.floats(allow_nan=False)
 positive = st.floats(min_value=0, exclude_min=True, allow_nan=False)
 # pathlib joins and shortens, so only paths that stay as they are written
-paths = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=6), min_size=1, max_size=3).map("/".join).map(Path)  # fmt: skip
+paths = (
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=6),
+        min_size=1,
+        max_size=3,
+    )
+    .map("/".join)
+    .map(Path)
+)
 optimizers = st.builds(
     Optimizer,
     lr=positive,

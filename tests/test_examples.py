@@ -1,4 +1,7 @@
-"""Every example runs on a tiny checkpoint with random weights, in this process: importing torch again would take longer than the example."""
+"""Every example runs on a tiny checkpoint with random weights.
+
+It runs in this process: importing torch again would take longer than the example.
+"""
 
 import json
 import runpy

@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The address of a hub that has the model acme/tiny, with a file that must not be downloaded, and the files it has served."""
+    """Serve the model acme/tiny, with a file that must not be downloaded; yield the address and the served files."""
     folder = tmp_path_factory.mktemp("hub") / "published"
     initialize_random(folder, named_size("tiny"), dtype=torch.float32)
     (folder / "modeling.py").write_text("raise SystemExit('remote code')")
@@ -34,9 +34,22 @@ def hub(tmp_path_factory):
             if path.startswith("/api/models/acme/tiny"):
                 siblings = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(folder.iterdir())]
                 if "/tree/" in path:
-                    body = json.dumps([{"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "0" * 40} for file in siblings])  # fmt: skip
+                    body = json.dumps(
+                        [
+                            {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "0" * 40}
+                            for file in siblings
+                        ]
+                    )
                 else:
-                    body = json.dumps({"id": "acme/tiny", "modelId": "acme/tiny", "sha": COMMIT, "private": False, "siblings": siblings})  # fmt: skip
+                    body = json.dumps(
+                        {
+                            "id": "acme/tiny",
+                            "modelId": "acme/tiny",
+                            "sha": COMMIT,
+                            "private": False,
+                            "siblings": siblings,
+                        }
+                    )
                 return self.reply(body.encode(), {"Content-Type": "application/json"}, with_body)
             file = folder / path.rpartition("/")[2]
             if not path.startswith(f"/acme/tiny/resolve/{COMMIT}/") or not file.is_file():
@@ -66,7 +79,10 @@ def hub(tmp_path_factory):
         server.shutdown()
 
 
-_CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli.entry import run; run()"
+_CHAT = (
+    "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; "
+    "from saccade.cli.entry import run; run()"
+)
 _MODULES = (
     "huggingface_hub",
     "saccade.engine.engine",
@@ -78,10 +94,18 @@ _WITHOUT_EXTRA = "import sys; sys.modules['huggingface_hub'] = None\n"
 
 @pytest.fixture(scope="module")
 def chats(hub, tmp_path_factory):
-    """How `saccade chat NAME hi` ends, first with an empty cache: a name that the hub has, twice, one that it has not, and without the extra."""
+    """How `saccade chat NAME hi` ends, first with an empty cache.
+
+    The cases are a name that the hub has, twice, a name that it has not, and a name without the extra.
+    """
     folder = tmp_path_factory.mktemp("chats")
     tiny, nothing = _CHAT.format("acme/tiny"), _CHAT.format("acme/nothing")
-    environment = {"HF_ENDPOINT": hub[0], "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    environment = {
+        "HF_ENDPOINT": hub[0],
+        "HF_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return run_forked([tiny, tiny, nothing, _WITHOUT_EXTRA + tiny], folder, _MODULES, **environment)
 
 

@@ -36,7 +36,11 @@ def test_each_line_has_the_package_name(rank, capsys):
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == ""
-    assert [line.split(maxsplit=1)[1].split() for line in lines] == [["model", "loaded"], ["cli", "careful"], ["saccade", "hello"]]  # fmt: skip
+    assert [line.split(maxsplit=1)[1].split() for line in lines] == [
+        ["model", "loaded"],
+        ["cli", "careful"],
+        ["saccade", "hello"],
+    ]
 
 
 def test_details_are_shown_only_when_asked_for(rank, capsys):

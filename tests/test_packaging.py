@@ -27,8 +27,12 @@ ROOT = Path(__file__).parents[1]
 def tracked():
     """The files of the repository; skips where there is no git."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
@@ -106,7 +110,9 @@ def installed(built, tmp_path):
     def run(*words):
         command = [sys.executable, "-m", "saccade", *map(str, words)]
         environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
 
     return run
 
@@ -139,7 +145,24 @@ def _version():
 # ------------------------------------------------------------------ extras
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OPTIONAL = ["pyarrow", "daft", "aiohttp", "fsspec", "xxhash", "gguf", "fastapi", "uvicorn", "uvloop", "httptools", "orjson", "prometheus_client", "starlette", "llguidance", "huggingface_hub", "av"]  # fmt: skip
+OPTIONAL = [
+    "pyarrow",
+    "daft",
+    "aiohttp",
+    "fsspec",
+    "xxhash",
+    "gguf",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "orjson",
+    "prometheus_client",
+    "starlette",
+    "llguidance",
+    "huggingface_hub",
+    "av",
+]
 """What a plain installation lacks. torch brings fsspec, but nothing of ours may rely on it."""
 
 _BLOCKER = """
@@ -148,7 +171,9 @@ for name in [name for name in sys.modules if name.partition(".")[0] in {blocked!
     del sys.modules[name]
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r} and not sys._getframe(2).f_globals.get("__name__", "").startswith("torch"):
+        if name.partition(".")[0] in {blocked!r} and not (
+            sys._getframe(2).f_globals.get("__name__", "").startswith("torch")
+        ):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocker())
 import importlib.util

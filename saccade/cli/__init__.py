@@ -1,7 +1,8 @@
 """The `saccade` command: wires packages together, no logic of its own.
 
-One file per group of commands; `commands.py` is the list of them. A command imports what it needs when it runs, so that `--help` is
-fast. Importing the package imports nothing, so that `entry.py` can handle a Ctrl-C from the first moment.
+Each group of commands has a file; `commands.py` lists the commands. A command imports what it needs when it runs, so
+that `--help` is fast. Importing the package imports nothing, so that `entry.py` can handle a Ctrl-C from the first
+moment.
 """
 
 TYPE_CHECKING = False  # that of typing, which takes a while to import

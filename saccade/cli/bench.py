@@ -1,4 +1,4 @@
-"""`saccade bench`: speed beside peers and beside this device's ceilings."""
+"""`saccade bench`: speed compared with peers and with this device's ceilings."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ class ImagesOfLoad(StrEnum):
 
 _WORKLOADS = ("first", "latency", "images", "shared", "text", "long")
 app = typer.Typer(
-    help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True, cls=CommandGroup
+    help="Measure: speed compared with peers and with this device's ceilings.", no_args_is_help=True, cls=CommandGroup
 )
 
 
@@ -32,8 +32,8 @@ def _checkout() -> Path:
     root = Path(__file__).parents[2]
     if not (root / "bench").is_dir():
         raise ConfigError(
-            "this benchmark is part of the source checkout, not of the installed package: clone it and pip install --editable . "
-            "(saccade bench serve URL needs no checkout)"
+            "this benchmark is part of the source checkout, not of the installed package: "
+            "clone it and pip install --editable . (saccade bench serve URL needs no checkout)"
         )
     sys.path.insert(0, str(root))
     return root
@@ -46,7 +46,7 @@ def kernels(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time every kernel beside the peers that can be imported (torch, Liger, FlashInfer), on this machine's GPU."""
+    """Time every kernel and the peers that can be imported (torch, Liger, FlashInfer), on this machine's GPU."""
     from importlib import import_module
 
     import torch
@@ -57,7 +57,8 @@ def kernels(
         raise ConfigError(f"unknown operation {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"kernels are timed on a GPU, and torch {torch.__version__} sees none. Run it on a machine with an NVIDIA GPU"
+            f"kernels are timed on a GPU, and torch {torch.__version__} sees none. "
+            "Run it on a machine with an NVIDIA GPU"
         )
     timing = import_module("bench.kernels.timing")
     rows = [
@@ -84,7 +85,10 @@ def data(
     folder: Annotated[Path | None, typer.Option(help="Keep the images here and reuse them.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """CPU time of reading and decoding a sample beside the readers that are installed (webdataset, mosaicml-streaming, litdata)."""
+    """Measure the CPU time of reading and decoding a sample, compared with the installed readers.
+
+    The readers are webdataset, mosaicml-streaming and litdata.
+    """
     from importlib import import_module
 
     _checkout()
@@ -139,7 +143,10 @@ def serve(
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Latency and throughput of the engine, without a server, on the workloads of docs/results/serving.md; or of a server, given its URL."""
+    """Measure latency and throughput of the engine without a server, or of a server, given its URL.
+
+    The engine runs the workloads of docs/results/serving.md.
+    """
     import subprocess
     import tempfile
 
@@ -229,7 +236,8 @@ def _load_server(
         )
     except (ClientError, OSError, ValueError, LookupError) as error:
         raise ConfigError(
-            f"{url}: no server with OpenAI's API answers there ({type(error).__name__}). Start one: saccade serve CHECKPOINT"
+            f"{url}: no server with OpenAI's API answers there ({type(error).__name__}). "
+            "Start one: saccade serve CHECKPOINT"
         ) from error
     if plot is not None:
         plot_results(results, plot)

@@ -136,7 +136,10 @@ class _Answers:
 
 
 def _converse(conversation: _Conversation) -> None:
-    """Answer lines of standard input until its end or /exit. KeyboardInterrupt: Ctrl-C twice, without a line in between."""
+    """Answer lines of standard input until its end or /exit.
+
+    Ctrl-C twice without a line in between raises KeyboardInterrupt.
+    """
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401  arrow keys and earlier lines
@@ -197,7 +200,10 @@ class _Conversation:
 
 
 def _parts(line: str, fps: float) -> list[dict[str, Any]]:
-    """Text, images and videos of a line, in order. A word is a path if it ends like a media file and the file exists."""
+    """Return text, images and videos of a line in order.
+
+    A word is a path if it ends like a media file and the file exists.
+    """
     parts: list[dict[str, Any]] = []
     text_start = 0
     for word in _WORD.finditer(line):

@@ -62,8 +62,9 @@ _BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR
 def main() -> None:
     """Run the command line.
 
-    Exit status 2 and one line for a user error, a path that the system refuses, a full disk, or an extra that is not installed, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
-    a program that a signal ended. Anything else is a bug and keeps its traceback.
+    A user error, a path that the system refuses, a full disk or an extra that is not installed ends it with one line
+    and exit status 2. Ctrl-C ends it with 130 and a closed pipe with 141, as the shell reports a program that a signal
+    ended. Anything else is a bug and keeps its traceback.
     """
     try:
         app()

@@ -45,7 +45,8 @@ def compress(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="int8, int8-rtn, int8-gptq, fp8, w4a16-gptq, w4a16-awq, w4a16-rtn, or a TOML file. Not given: a mixed one is picked by --target-size or --max-loss."
+            help="int8, int8-rtn, int8-gptq, fp8, w4a16-gptq, w4a16-awq, w4a16-rtn, or a TOML file. "
+            "Not given: a mixed one is picked by --target-size or --max-loss."
         ),
     ] = None,
     calibration: Annotated[
@@ -58,7 +59,9 @@ def compress(
     ] = CalibrationKind.IMAGES,
     image_weight: Annotated[
         str,
-        typer.Option(help="Weight of an image token beside a text token in the decoder's calibration, or balanced."),
+        typer.Option(
+            help="Weight of an image token relative to a text token in the decoder's calibration, or balanced."
+        ),
     ] = "1.0",
     group_size: Annotated[
         int | None, typer.Option(help="Inputs per scale of int4 weights.", show_default="128, or the scheme's")
@@ -76,7 +79,8 @@ def compress(
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="Perplexity may rise by this much, such as 1%; more is an error. Without --scheme, picks the smallest mixed scheme within it."
+            help="Perplexity may rise by this much, such as 1%; more is an error. "
+            "Without --scheme, picks the smallest mixed scheme within it."
         ),
     ] = None,
     verify: Annotated[
@@ -98,7 +102,10 @@ def compress(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load; compare it with the original. Resumes."""
+    """Quantize a checkpoint, vision tower included, and compare it with the original. Resumes.
+
+    The result is a compressed-tensors folder, which other engines load.
+    """
     from saccade.compress import compress as run
     from saccade.compress.report import FOLDER, fidelity_rows, summary, text_table, write_report
     from saccade.model.checkpoint_writer import check_new_folder
@@ -229,8 +236,14 @@ def _scheme(
     out.parent.mkdir(parents=True, exist_ok=True)
     with bar_progress("steps") as advance:
         choice = choose_scheme(
-            folder, samples, out.parent, target_size=target_size, max_loss=None if target_size is not None else max_loss, device=device, on_step=advance
-        )  # fmt: skip
+            folder,
+            samples,
+            out.parent,
+            target_size=target_size,
+            max_loss=None if target_size is not None else max_loss,
+            device=device,
+            on_step=advance,
+        )
     return choice.scheme, choice
 
 
@@ -244,7 +257,8 @@ def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None, *, is_
         else "Use a scheme with more bits, or leave out --scheme to have one picked"
     )
     return (
-        f"{out}: perplexity rises by {100 * fidelity.perplexity_increase:.3g} % ({fidelity.original_perplexity:.4g} to {fidelity.perplexity:.4g}), "
+        f"{out}: perplexity rises by {100 * fidelity.perplexity_increase:.3g} % "
+        f"({fidelity.original_perplexity:.4g} to {fidelity.perplexity:.4g}), "
         f"over --max-loss {100 * bound:.3g} %. {remedy}"
     )
 

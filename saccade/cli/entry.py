@@ -4,7 +4,10 @@ import sys
 
 
 def run() -> None:
-    """Run the command line in a process of its own; a Ctrl-C while its modules are imported ends it with 130, without a traceback."""
+    """Run the command line in a process of its own.
+
+    A Ctrl-C while its modules are imported ends it with 130, without a traceback.
+    """
     try:
         from saccade.workers.process import QuickExit, collect_rarely_while_importing
 

@@ -26,9 +26,9 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Published benchmarks: mmmu, mmbench, mmstar, ai2d, scienceqa, realworldqa, mme, pope, textvqa, vqav2, docvqa, infovqa, chartqa, "
-            "ocrbench; with data of your own: captioning, vqa, docvqa, chartqa, multiple_choice, pope, nlvr, retrieval, "
-            "embedding_retrieval, perplexity. Several with commas."
+            help="Published benchmarks: mmmu, mmbench, mmstar, ai2d, scienceqa, realworldqa, mme, pope, textvqa, "
+            "vqav2, docvqa, infovqa, chartqa, ocrbench; with data of your own: captioning, vqa, docvqa, chartqa, "
+            "multiple_choice, pope, nlvr, retrieval, embedding_retrieval, perplexity. Several with commas."
         ),
     ] = None,
     data: Annotated[
@@ -50,7 +50,9 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Examples per task, chosen at random by the seed: N, or TASK=N for one; may be repeated."),
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="Image folder of the data; found beside it if not given.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Image folder of the data; found next to it if not given.")
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="TASK=TEXT with {question}: the prompt of a task; may be repeated.")
     ] = None,
@@ -110,9 +112,19 @@ def evaluate(
 
             check_training_data(training_data)
         config = evaluation_config(
-            tasks, data, out, limits=limit or [], images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
-            num_beams=num_beams, seed=seed, concurrency=concurrency, name=name or _name(str(adapter or model)),
-        )  # fmt: skip
+            tasks,
+            data,
+            out,
+            limits=limit or [],
+            images=images,
+            prompts=prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            num_beams=num_beams,
+            seed=seed,
+            concurrency=concurrency,
+            name=name or _name(str(adapter or model)),
+        )
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_target)
         _note_contamination(results, model, training_data or [], is_on=contamination)
     _make_names_distinct(results)

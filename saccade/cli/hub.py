@@ -11,7 +11,7 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
 def checkpoint_folder(name: str | Path) -> Path:
-    """The folder of a checkpoint; `org/name` without a folder of that name is downloaded into `huggingface_hub`'s cache."""
+    """The folder of a checkpoint; `org/name` that is no folder is downloaded into `huggingface_hub`'s cache."""
     return _download(name, _FILES, "model", CheckpointError)
 
 
@@ -34,8 +34,8 @@ def _download(name: str | Path, files: Sequence[str], kind: str, error_class: ty
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise error_class(
-            f"{name}: no such folder. To download it from the Hugging Face Hub: pip install 'saccade[hub]', then run this again; "
-            f"or copy it to a folder of your own: {by_hand}"
+            f"{name}: no such folder. To download it from the Hugging Face Hub: "
+            f"pip install 'saccade[hub]', then run this again; or copy it to a folder of your own: {by_hand}"
         ) from error
     try:
         return Path(snapshot_download(str(name), repo_type=kind, allow_patterns=list(files)))
@@ -43,5 +43,6 @@ def _download(name: str | Path, files: Sequence[str], kind: str, error_class: ty
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise error_class(
             f"{name}: no such folder, and the Hugging Face Hub has not given it ({reason}). "
-            f"Check the name and the connection; for a private or gated {kind}: hf auth login. To copy it by hand: {by_hand}"
+            f"Check the name and the connection; for a private or gated {kind}: hf auth login. "
+            f"To copy it by hand: {by_hand}"
         ) from error

@@ -40,8 +40,9 @@ def models(as_json: JsonOption = False) -> None:
         sizes = ", ".join(f"{size} ({_amount(count)})" for size, count in one["sizes"].items())
         typer.echo(f"{one['name']} (model_type {one['family']})\n  {one['summary']}\n  sizes for init: {sizes}")
     typer.echo(
-        "Every family: checkpoint folders of Hugging Face as they are, images (and videos unless it says none), full and LoRA training, serving with adapters, "
-        f"int8, fp8 and int4 folders.\nText models to build on (saccade init --text): {', '.join(TEXT)}, as folders or GGUF files"
+        "Every family: checkpoint folders of Hugging Face as they are, images (and videos unless it says none), "
+        "full and LoRA training, serving with adapters, int8, fp8 and int4 folders.\n"
+        f"Text models to build on (saccade init --text): {', '.join(TEXT)}, as folders or GGUF files"
     )
 
 

@@ -46,7 +46,7 @@ def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def task_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each task, updated with (task, number done, number in total); without a terminal, a line now and then."""
+    """A bar for each task, updated with (task, number done, number in total); lines if there is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
     with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:

@@ -52,7 +52,7 @@ def prune(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what matters least from a checkpoint, tower and decoder; recover by distillation (recipes/distill.toml)."""
+    """Remove what matters least from tower and decoder; recover by distillation (recipes/distill.toml)."""
     from saccade.compress.calibration import CalibrationConfig
     from saccade.compress.pruning import PruningConfig
     from saccade.compress.pruning import prune as run

@@ -302,7 +302,7 @@ def _scores_of(results: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def finished_steps(folder: Path, settings: Mapping[str, Any]) -> dict[str, Report]:
-    """The reports of finished steps; none of a new folder. A folder of something else or of other options is refused."""
+    """The reports of finished steps; a new folder has none. A folder of other contents or options is refused."""
     path = folder / RECORD
     if not path.is_file():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

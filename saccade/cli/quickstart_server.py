@@ -1,4 +1,4 @@
-"""The end of the quickstart: serve the trained model, ask it about an image as a client does, and say what to do next."""
+"""The end of the quickstart: serve the trained model, ask it about an image as a client does, name next steps."""
 
 import base64
 import json

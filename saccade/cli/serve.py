@@ -170,7 +170,10 @@ def revoke(
     file: Annotated[Path, typer.Argument(help="Key file made by saccade keys create.")],
     name: Annotated[str, typer.Argument(help="Name of the key; see saccade keys list.")],
 ) -> None:
-    """Remove a key from a key file. A running server refuses the key within seconds; requests that have started end as usual."""
+    """Remove a key from a key file. A running server refuses the key within seconds.
+
+    Requests that have started end as usual.
+    """
     from saccade.serve.keys import revoke_key
 
     revoke_key(file, name)

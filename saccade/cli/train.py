@@ -37,7 +37,8 @@ def train(
         bool,
         typer.Option(
             "--teacher-logits",
-            help="Compute the teacher's logits of distillation stages with top_k, beside the shards; do not train. Resumes.",
+            help="Compute the teacher's logits of distillation stages with top_k, into files next to the shards; "
+            "do not train. Resumes.",
         ),
     ] = False,
     keys: Annotated[

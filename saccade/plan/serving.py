@@ -177,7 +177,8 @@ class ServingPlan:
         )
         if times is not None:
             yield (
-                f"  estimated: first token after {times.prefill_s * 1e3:.0f} ms, {times.step_s * 1e3:.1f} ms per token, "
+                f"  estimated: first token after {times.prefill_s * 1e3:.0f} ms, "
+                f"{times.step_s * 1e3:.1f} ms per token, "
                 f"{times.latency_s:.2f} s per request; {rate:g} requests/s x {times.latency_s:.2f} s = "
                 f"{times.in_progress:.0f} requests in progress"
             )

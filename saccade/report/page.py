@@ -96,7 +96,8 @@ h3 {{ font-size: 1rem; margin-top: 1.4rem; }} pre {{ overflow-x: auto; }} summar
 th {{ text-align: left; color: var(--soft); font-weight: 500; }} .number {{ text-align: right; }}
 th, td {{ border-bottom: 1px solid var(--line); padding: .25rem 1.2rem .25rem 0; vertical-align: top;
   white-space: nowrap; }}
-.wraps td {{ white-space: pre-wrap; overflow-wrap: anywhere; }} td img {{ max-width: 160px; }} td svg {{ width: 24rem; }}
+.wraps td {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+td img {{ max-width: 160px; }} td svg {{ width: 24rem; }}
 .charts, .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; }}
 .cards {{ grid-template-columns: repeat(auto-fill, minmax(min(240px, 100%), 1fr)); }}
 .card, figure {{ margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem;

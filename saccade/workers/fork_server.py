@@ -1,9 +1,10 @@
 """A fork server: one process imports and loads everything once, then forks workers from it in a few milliseconds.
 
-    owner  --config-->  fork server: import, load  --metadata-->  owner  --socket of a worker-->  fork server: fork  -->  worker
+    owner  --config-->            fork server: import, load  --metadata-->  owner
+    owner  --worker's socket-->   fork server: fork          -->            worker
 
-Workers share the memory of the fork server and never import the owner's script. If the owner dies, even by SIGKILL, the kernel
-kills the fork server, and with it the workers.
+Workers share the memory of the fork server and never import the owner's script. If the owner dies, even by SIGKILL, the
+kernel kills the fork server, and with it the workers.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from saccade.workers.process import follow_parent
 RunWorker = Callable[..., None]
 """Main function of a worker: called with its socket and its file descriptors; returns when the socket is closed."""
 Initialize = Callable[[Any], tuple[RunWorker, Any]]
-"""Called once in the fork server with the config; returns the workers' main function and metadata for the owner. Config and
-metadata are JSON."""
+"""Called once in the fork server with the config; returns the workers' main function and metadata for the owner.
+
+Config and metadata are JSON.
+"""
 
 _SINGLE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-"""Stops OpenMP, OpenBLAS, tokenizers and Arrow's allocator from starting threads: a process with threads cannot fork safely."""
+"""Stops OpenMP, OpenBLAS, tokenizers and Arrow's allocator from starting threads.
+
+A process with threads cannot fork safely.
+"""
 _MAX_STARTS = 3
 """Attempts to start the fork server for one worker."""
 
@@ -52,8 +58,8 @@ class ForkServerError(RuntimeError):
 class ForkServer:
     """Forks workers. Started with the first worker, restarted if it was killed.
 
-    Any thread may use it, but those that call `start_worker` must outlive the workers: the kernel kills the fork server when the
-    *thread* that started it exits.
+    Any thread may use it, but those that call `start_worker` must outlive the workers: the kernel kills the fork server
+    when the *thread* that started it exits.
     """
 
     metadata: Any
@@ -78,7 +84,10 @@ class ForkServer:
         return self._is_closed
 
     def start_worker(self, *fds: int) -> tuple[socket.socket, int]:
-        """Fork a worker that inherits these descriptors; return its socket and process id. Raises what `initialize` raised."""
+        """Fork a worker that inherits these descriptors; return its socket and process id.
+
+        Raises what `initialize` raised.
+        """
         with self._start_lock:
             if self._error:
                 raise self._error
@@ -91,7 +100,10 @@ class ForkServer:
         raise ForkServerError(f"the fork server exited {_MAX_STARTS} times while it started; its output is above")
 
     def kill(self) -> None:
-        """Kill the fork server and its workers for good. A thread waiting in `start_worker` gets a `ForkServerError`."""
+        """Kill the fork server and its workers for good.
+
+        A thread waiting in `start_worker` gets a `ForkServerError`.
+        """
         with self._lock:
             self._is_closed = True
             self._kill()

@@ -57,7 +57,10 @@ def _receive_bytes(connection: socket.socket, size: int) -> bytes | None:
 
 
 def encode_error(error: Exception) -> dict[str, Any]:
-    """An exception as a message with the key `error`. `kind` is None for an internal error, whose text is the traceback."""
+    """An exception as a message with the key `error`.
+
+    `kind` is None for an internal error, whose text is the traceback.
+    """
     if isinstance(error, UserError):
         return {"error": str(error)[:_MAX_ERROR_LENGTH], "kind": type(error).__name__}
     return {"error": "".join(traceback.format_exception(error))[-_MAX_ERROR_LENGTH:], "kind": None}

@@ -1,10 +1,10 @@
-"""A pool of worker processes: jobs in, futures out, with deadlines, retries after a crash and replacement of lost workers.
+"""A pool of worker processes: jobs in, futures out; deadlines, retries after a crash, replacement of lost workers.
 
     submit(job) -> queue -> job.send -> worker process -> job.receive -> job.future
 
-One thread owns the workers and their sockets. A job is retried on another worker when its worker crashes; after `max_crashes` the
-job is taken to be the cause and fails. A job that exceeds its timeout fails at once. In both cases the worker is replaced. A job whose
-future is cancelled before a worker starts it is dropped.
+One thread owns the workers and their sockets. A job is retried on another worker when its worker crashes; after
+`max_crashes` the job is taken to be the cause and fails. A job that exceeds its timeout fails at once. In both cases
+the worker is replaced. A job whose future is cancelled before a worker starts it is dropped.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Worker(Generic[_Channel]):
     pid: int
     channel: _Channel
     jobs: deque[Job[_Channel, Any]] = field(default_factory=deque)
-    """Sent to it; it works on the first."""
+    """Jobs sent to the worker, which runs the first."""
     deadline: float | None = None
-    """Of the first job, in `time.monotonic` seconds."""
+    """Deadline of the first job, in `time.monotonic` seconds."""
     has_exited: bool = False
     started_at: float = field(default_factory=time.monotonic)
     _received: bytearray = field(default_factory=bytearray)
@@ -161,7 +161,10 @@ class WorkerPool(Generic[_Channel]):
         queue_depth: int = 1,
         max_message_bytes: int = 2**30,
     ) -> None:
-        """Starts the workers without waiting for them. Each holds up to `queue_depth` jobs, so that it need not wait for the next."""
+        """Start the workers without waiting for them.
+
+        Each worker holds up to `queue_depth` jobs, so that it need not wait for the next.
+        """
         self._fork_server, self._num_workers, self._open_channel = fork_server, num_workers, open_channel
         self._queue_depth, self._max_message_bytes = queue_depth, max_message_bytes
         self.metadata: Future[Any] = Future()

@@ -1,12 +1,13 @@
 """Sandbox of a worker process that decodes untrusted bytes.
 
-After `seal` the process can compute, start threads, and use the file descriptors it has. It cannot open a file or a socket, start or
-signal another process, gain privileges, or map memory as code; its memory, the size of a file it writes and its CPU time are bounded.
+After `seal` the process can compute, start threads, and use the file descriptors it has. It cannot open a file or a
+socket, start or signal another process, gain privileges, or map memory as code; its memory, the size of a file it
+writes and its CPU time are bounded.
 
-    no new privileges, no core dump -> resource limits -> landlock (files, TCP, signals) -> seccomp (an allow-list of system calls)
+    no new privileges, no core dump -> resource limits -> landlock (files, TCP, signals) -> seccomp (system calls)
 
-Seccomp alone refuses all of this; landlock is a second line of defence in the kernel, behind another interface. A sealed process
-cannot load shared libraries or Python modules: import everything first.
+Seccomp alone refuses all of this; landlock is a second line of defence, another mechanism of the kernel. A sealed
+process cannot load shared libraries or Python modules: import everything first.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ def missing_features() -> list[str]:
 
 
 def seal(limits: ResourceLimits) -> None:
-    """Seal this process for good. What the system lacks is left out (`missing_features`); any other failure raises `OSError`."""
+    """Seal this process for good.
+
+    Features that the system lacks are left out (`missing_features`); any other failure raises `OSError`.
+    """
     missing = missing_features()
     _limit_resources(limits)
     if sys.platform == "linux":

@@ -56,9 +56,10 @@ class SharedMemory:
 
 
 class MappedMemory:
-    """The memory of a file descriptor, mapped read-only; `np.asarray` gives its bytes, and the mapping lives as long as such arrays.
+    """The memory of a file descriptor, mapped read-only.
 
-    It keeps no file descriptor. `mmap.mmap` keeps a duplicate, so that thousands of mappings would exceed the limit on open files.
+    `np.asarray` gives its bytes, and the mapping lives as long as these arrays. It keeps no file descriptor.
+    `mmap.mmap` keeps a duplicate, so that thousands of mappings would exceed the limit on open files.
     """
 
     def __init__(self, fd: int) -> None:

@@ -28,7 +28,9 @@ def saccade(*words):
 
 def kill_while_training(folder):
     """Start the quickstart, and end it with SIGKILL once training has begun."""
-    with subprocess.Popen(saccade("quickstart", "--dir", folder, *SMALL), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:  # fmt: skip
+    with subprocess.Popen(
+        saccade("quickstart", "--dir", folder, *SMALL), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as first:
         for line in first.stderr:
             if "step 01/12" in line:
                 break
@@ -43,7 +45,9 @@ def test_killed_while_training_it_continues_and_serves_and_the_third_time_does_n
     assert list(made["steps"]) == STEPS[:3]
     drawn = (folder / "raw" / "train" / "000000.png").stat().st_mtime_ns
 
-    ended = subprocess.run(saccade("quickstart", "--dir", folder, *SMALL, "--json"), capture_output=True, text=True, check=False)  # fmt: skip
+    ended = subprocess.run(
+        saccade("quickstart", "--dir", folder, *SMALL, "--json"), capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert list(report["steps"]) == STEPS
@@ -60,7 +64,9 @@ def test_killed_while_training_it_continues_and_serves_and_the_third_time_does_n
     assert "   saccade chat " in ended.stderr
 
     before = (folder / "quickstart.json").read_bytes()
-    again = subprocess.run(saccade("quickstart", "--dir", folder, *SMALL, "--no-serve"), capture_output=True, text=True, check=False)  # fmt: skip
+    again = subprocess.run(
+        saccade("quickstart", "--dir", folder, *SMALL, "--no-serve"), capture_output=True, text=True, check=False
+    )
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("(done before)") == 5
     assert "vqa_accuracy" in again.stdout, "the table is shown again"
@@ -129,7 +135,7 @@ def test_the_next_commands_can_be_pasted_into_a_shell(monkeypatch, tmp_path):
     assert shell[0] == ["saccade", "chat", "my run/step-1", "my run/a.png", question]
     assert shell[1] == ["saccade", "serve", "my run/step-1"]
     assert shell[2:] == [["saccade", "quickstart", "--dir", "mine", "--data", "FOLDER"], ["saccade", "recipes", "list"]]
-    run = subprocess.run(["sh", "-c", f"saccade() {{ printf %s \"$4\"; }}; {lines[0]}"], capture_output=True, text=True)  # fmt: skip
+    run = subprocess.run(["sh", "-c", f'saccade() {{ printf %s "$4"; }}; {lines[0]}'], capture_output=True, text=True)
     assert run.stdout == question
 
 

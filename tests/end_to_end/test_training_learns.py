@@ -1,7 +1,7 @@
 """From random weights to answers about pictures never seen: data, training, export, generation, in one go.
 
-Short, so only colours are asked for, in training too: nearly all right, where guessing gets one in eight. `bench/learn_toy.py` continues to
-shapes.
+The run is short, so it trains and asks for colours only: nearly all are right, while guessing gets one in eight.
+`bench/learn_toy.py` continues to shapes.
 """
 
 import json
@@ -34,7 +34,8 @@ def test_a_model_learns_to_name_colours_from_pictures(tmp_path):
         f"run={tmp_path / 'run'}",
         f"model.folder={tmp_path / 'checkpoint'}",
         f"stages.learn.data.sources=[{{path='{tmp_path / 'toy'}'}}]",
-        f"validation={{every=1000, sources=[{{path='{tmp_path / 'held-out'}'}}], num_generations=32, max_new_tokens=10}}",
+        f"validation={{every=1000, sources=[{{path='{tmp_path / 'held-out'}'}}], "
+        "num_generations=32, max_new_tokens=10}",
         "stages.learn.steps=110",
         "stages.learn.schedule.warmup_steps=15",
         "stages.learn.data.num_workers=0",

@@ -125,7 +125,7 @@ def test_an_unknown_model_type(copy, saccade, show):
 
 @pytest.mark.parametrize("model_type", ["llava", "mllama", "llama"])
 def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, saccade, show, model_type):
-    """A folder as it is published: another preprocessor, other token ids, no file that would be read before `model_type`."""
+    """A published folder has another preprocessor, other token ids, and no file that is read before `model_type`."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "image_token_index": 32000}))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 336}, "resample": 2}))
     reason = "saccade init OUT --text" if model_type == "llama" else "not supported. Supported: qwen2_5_vl"

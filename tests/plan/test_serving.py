@@ -24,7 +24,9 @@ from saccade.plan.throughput import RequestLoad, steady_state
 from saccade.processor import Processor
 
 GIB = 2**30
-SETTINGS = EngineConfig(max_requests=4, max_step_tokens=64, max_encoder_patches=256, encoder_cache_tokens=256, num_workers=0)  # fmt: skip
+SETTINGS = EngineConfig(
+    max_requests=4, max_step_tokens=64, max_encoder_patches=256, encoder_cache_tokens=256, num_workers=0
+)
 GREY = PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
@@ -100,12 +102,19 @@ def test_estimated_times_obey_littles_law():
 
 
 def test_estimates_of_the_3b_shape_agree_with_an_h200():
-    """Requests per second of 256 requests with 62 tokens of text, an image of 672 x 672 and 128 output tokens (docs/results/serving.md)."""
+    """Requests per second are compared with docs/results/serving.md.
+
+    The load is 256 requests with 62 tokens of text, an image of 672 x 672 and 128 output tokens.
+    """
     model, gpu = configured_model("3b", named_size("3b"), EngineConfig()), gpu_named("H200")
 
     def most(load):
         kv_bytes = 36 * 2 * 2 * 128 * 2 * load.tokens
-        rates = [rate for rate in range(1, 400) if (found := steady_state(model, gpu, "bf16", kv_bytes, load, rate)) and found.in_progress <= 256]  # fmt: skip
+        rates = [
+            rate
+            for rate in range(1, 400)
+            if (found := steady_state(model, gpu, "bf16", kv_bytes, load, rate)) and found.in_progress <= 256
+        ]
         return max(rates)
 
     own_image = RequestLoad(text_tokens=190, image_tokens=576, image_patches=2304, output_tokens=128)

@@ -1,4 +1,4 @@
-"""The worker pool: results in order of submission, crashes counted, stuck workers replaced, one job never harms another."""
+"""The worker pool: results are in order of submission, crashes counted, stuck workers replaced, jobs isolated."""
 
 import os
 import signal

@@ -23,7 +23,13 @@ BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
 
 
 def end(status, then=""):
-    return subprocess.run([sys.executable, "-c", ENDS.format(status=status, then=then)], env=BUFFERED, capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", ENDS.format(status=status, then=then)],
+        env=BUFFERED,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_quick_exit_waits_for_threads_runs_exit_handlers_and_writes_what_is_buffered():
@@ -39,7 +45,12 @@ def test_without_a_status_the_process_is_finalized():
 
 
 def test_output_that_cannot_be_written_is_reported():
-    process = subprocess.Popen([sys.executable, "-c", ENDS.format(status=0, then="")], env=BUFFERED, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS.format(status=0, then="")],
+        env=BUFFERED,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     with process:
         process.stdout.close()
         errors = process.stderr.read()

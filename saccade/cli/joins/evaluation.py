@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints and servers: the options of `saccade evaluate` as a config, and what a config is run on."""
+"""The options of `saccade evaluate` as a config, and the checkpoints and servers that a config is run on."""
 
 import re
 from collections.abc import Callable, Sequence
