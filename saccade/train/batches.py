@@ -76,7 +76,10 @@ def open_validation_stream(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Stream:
-    """The first `num_samples` samples of `sources`, packed like the data of the stage, not augmented. No workers: they are few."""
+    """The first `num_samples` samples of `sources`, packed like the data of the stage, not augmented.
+
+    They are few, so no workers decode them.
+    """
     data = stage.data
     indexes = [open_index(source.path, config=data.storage) for source in sources]
     return open_stream(
@@ -130,7 +133,7 @@ class StepBatch:
     loss_tokens_by_source: list[int]
     """Number of loss tokens of each source; empty if losses by source are not needed."""
     sample_ids: list[list[str]]
-    """Of each micro-batch that is not empty."""
+    """Sample ids of each micro-batch that is not empty."""
     state: dict[str, int | str]
     """State of the data stream after this step."""
 

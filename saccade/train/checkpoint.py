@@ -1,18 +1,19 @@
 """Training state on disk: save asynchronously, verify, resume on any number of ranks and with any strategy.
 
-    RUN/state/step-00000100/   *.distcp, .metadata   tensors, by torch.distributed.checkpoint; every rank writes its shard
-                               progress.json         everything else: step, stage, data position, guard, config fingerprint
+    RUN/state/step-00000100/   *.distcp, .metadata   tensors (torch.distributed.checkpoint); every rank writes its shard
+                               progress.json         step, stage, data position, guard, config fingerprint
                                random.json           random generator states of every rank
-                               complete.json         size and CRC-32 of every file; written last, marks the state as complete
+                               complete.json         size and CRC-32 of every file; written last, it marks the end
 
-    save:  copy to host memory -> (in the background) write to a hidden folder -> checksums -> fsync -> rename -> delete old states
+    save:  copy to host memory
+           -> in the background: write to a hidden folder -> checksums -> fsync -> rename -> delete old states
 
 Training waits only for the copy. A state is saved before validation, export and evaluation of its step. As each ends,
 progress.json is replaced (`Saver.update`); a run that resumes from the state does what is missing.
 
-A failed save is reported and leaves earlier states untouched. On start, the newest state is
-verified; a damaged one is announced, renamed to rejected-step-..., and the previous one is used. Tensors are stored under their
-parameter's name and loaded into whatever sharding the resumed run has.
+A failed save is reported and leaves earlier states untouched. On start, the newest state is verified; a damaged one is
+announced, renamed to rejected-step-..., and the previous one is used. Tensors are stored under their parameter's name
+and loaded into whatever sharding the resumed run has.
 
 DCP's `.metadata` is a pickle: resume only runs that you trust.
 """
@@ -78,8 +79,8 @@ def states(folder: Path) -> list[SavedState]:
 def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedState | None:
     """The state to resume from, the same on every rank; None for a new run.
 
-    With `verify` the checksums are compared, each rank reading part of the files; a damaged state is announced and set aside. If no
-    other state is left, that is an error: training from the beginning would discard the run's metrics.
+    With `verify` the checksums are compared, each rank reading part of the files; a damaged state is announced and set
+    aside. If no other state is left, that is an error: training from the beginning would discard the run's metrics.
     """
     names: list[str] = world.broadcast(sorted(path.name for path in folder.glob("step-*")) if world.is_main else None)
     while names:
@@ -90,8 +91,8 @@ def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedSt
             return _read(path)
         if not names:
             raise CheckpointError(
-                f"{path} is damaged, or of an earlier version: {defects[0]}, and there is no other state. Remove it to train from "
-                "the beginning, or use another run folder: --set run=NAME"
+                f"{path} is damaged, or of an earlier version: {defects[0]}, and there is no other state. "
+                "Remove it to train from the beginning, or use another run folder: --set run=NAME"
             )
         if world.is_main:
             rejected = path.rename(path.with_name(f"rejected-{path.name}"))
@@ -213,7 +214,7 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the thread, then its process group: no other rank waits for this one in it once every save has ended."""
+        """Close the thread, then its process group: after the last save no other rank waits for this one."""
         try:
             self.finish()
         finally:
@@ -298,7 +299,10 @@ class Saver:
 
 
 def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap `local` as this rank's shard of a DTensor like `tensor`. (`DTensor.from_local` would move it to the mesh's device.)"""
+    """Wrap `local` as this rank's shard of a DTensor like `tensor`.
+
+    `DTensor.from_local` would move it to the mesh's device.
+    """
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -379,8 +383,8 @@ def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World)
     """Load the named tensors in place, each rank its shard."""
     if missing := sorted(tensors.keys() - stored_names(state)):
         raise CheckpointError(
-            f"{state.path}: {len(missing)} tensors are not in it, among them {', '.join(missing[:4])}. It was saved with other "
-            "settings: restore them, or use another run folder: --set run=NAME"
+            f"{state.path}: {len(missing)} tensors are not in it, among them {', '.join(missing[:4])}. "
+            "It was saved with other settings: restore them, or use another run folder: --set run=NAME"
         )
     _check_shapes(state, tensors)
     world.open_local_group()
@@ -405,7 +409,8 @@ def _check_shapes(state: SavedState, tensors: Mapping[str, Tensor]) -> None:
     )
     raise CheckpointError(
         f"{state.path}: {first} is {_shape(shapes[first])} in it and {_shape(tensors[first].shape)} in this run "
-        f"({len(changed)} tensors differ): {cause} since it was saved. Restore it to resume, or use another run folder: --set run=NAME"
+        f"({len(changed)} tensors differ): {cause} since it was saved. "
+        "Restore it to resume, or use another run folder: --set run=NAME"
     )
 
 

@@ -11,8 +11,8 @@
     [stages.optimizer]
     lrs = { vision = 0, language = 0, embedding = 0, projector = 1e-3 }
 
-Importing this module loads no torch, so a recipe is validated before anything heavy is imported. `saccade train --keys` prints every
-key with its default and docstring (docs/recipe.md).
+Importing this module loads no torch, so a recipe is validated before anything heavy is imported. `saccade train --keys`
+prints every key with its default and docstring (docs/recipe.md).
 """
 
 import hashlib
@@ -65,13 +65,13 @@ class ParallelConfig:
     shard_size: int | None = None
     """hsdp only: number of ranks that shard one replica of the model, usually the GPUs of one node."""
     reshard_after_forward: bool = True
-    """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward and gathers half as often (ZeRO-2)."""
+    """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     reduce_each_micro_batch: bool = True
-    """fsdp: reduce-scatter gradients after every micro-batch; false reduces once per step and holds unsharded gradients meanwhile."""
+    """fsdp: reduce-scatter gradients after every micro-batch; false reduces once per step, unsharded until then."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """fsdp: dtype of the gradient reduction; bf16 halves the traffic."""
     compress_gradients: Literal["none", "bf16", "powersgd"] = "none"
-    """ddp: gradient communication hook. powersgd (low-rank) is lossy and its error feedback is not saved in the state."""
+    """ddp: gradient communication hook. powersgd (low-rank) is lossy; its error feedback is not saved."""
     powersgd_rank: int = 4
     """powersgd: rank of the approximation; lower means less traffic and more error."""
     powersgd_start_step: int = 1000
@@ -83,7 +83,7 @@ class ParallelConfig:
     compile: bool = False
     """Compile the transformer blocks with torch.compile; the first steps take a minute longer."""
     offload: bool = False
-    """fsdp: keep parameters, gradients and optimizer state in host memory; slow, for models that do not fit otherwise."""
+    """fsdp: keep parameters, gradients and optimizer state in host memory; slow, for models that do not fit."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "reduce_each_row": "reduce_each_micro_batch",
@@ -99,15 +99,18 @@ class ParallelConfig:
             )
         if self.compress_gradients != "none" and self.strategy != "ddp":
             raise ConfigError(
-                f"compress_gradients = {self.compress_gradients!r} requires strategy = 'ddp'; with fsdp, set reduce_dtype"
+                f"compress_gradients = {self.compress_gradients!r} requires strategy = 'ddp'; "
+                "with fsdp, set reduce_dtype"
             )
         if self.compress_gradients == "powersgd" and self.powersgd_start_step < 2:
             raise ConfigError(
-                f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. Give 2 or more"
+                f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. "
+                "Give 2 or more"
             )
         if self.offload and self.strategy in ("none", "ddp"):
             raise ConfigError(
-                f"offload requires fsdp or hsdp, not strategy = {self.strategy!r}; optimizer.offload works with any strategy"
+                f"offload requires fsdp or hsdp, not strategy = {self.strategy!r}; "
+                "optimizer.offload works with any strategy"
             )
 
 
@@ -132,9 +135,9 @@ class DataConfig:
     resize: Literal["pillow", "torch"] = "torch"
     """Image resize implementation: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
     augment: AugmentConfig | None = None
-    """Augmentation of the images if this section is present: against overfitting when few images are seen many times."""
+    """Augmentation of the images if this section is present: against overfitting on few images."""
     token_dropout: float = 0.0
-    """Probability that the model reads a random token in place of one of the answers, which it still has to predict; not in validation."""
+    """Probability that an answer token is replaced by a random one in the input only; not in validation."""
     max_bad_share: float = 0.01
     """Fraction of bad samples above which the run stops, once a rank has seen at least 10 of them."""
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -172,15 +175,15 @@ class LoraConfig:
     alpha: float = 32.0
     """Scaling: adapter outputs are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers to adapt: name suffixes (q_proj, attn.proj, mlp.0) or regular expressions ('.*' is every layer of the parts)."""
+    """Linear layers to adapt: name suffixes (q_proj, attn.proj) or regular expressions ('.*' is every layer)."""
     parts: tuple[Literal["language", "vision", "projector"], ...] = ("language",)
-    """Parts of the model searched for targets; the vision tower's attention layers are qkv and proj, the projector's mlp.0 and mlp.2."""
+    """Parts of the model searched for targets; vision has attn.qkv and attn.proj, the projector mlp.0 and mlp.2."""
     dropout: float = 0.0
     """Dropout probability of the adapter inputs; may differ between stages."""
     quantize_base: Quantization = "none"
-    """QLoRA: store the frozen weights of adapted layers in 4 or 8 bits; a quarter or half of the memory, slower steps."""
+    """QLoRA: store the frozen weights of adapted layers in 4 or 8 bits: a quarter or half of the memory."""
     export: Literal["merged", "adapter"] = "merged"
-    """merged: export a full checkpoint folder plus the adapter in adapter/; adapter: export the adapter only. PEFT layout."""
+    """merged: export a checkpoint folder with the adapter in adapter/; adapter: the adapter only (PEFT layout)."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "rank", "alpha")
@@ -197,16 +200,16 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationAwareConfig:
-    """Quantization-aware training: projections compute with rounded weights, which are exported rounded. See `quantization_aware.py`."""
+    """Quantization-aware training: projections compute with, and export, rounded weights (`quantization_aware.py`)."""
 
     form: Literal["int4", "int8"] = "int4"
-    """int4: weights in groups, 16-bit activations, as scheme w4a16-rtn; int8: weights per output, activations per token, as int8-rtn."""
+    """int4: weights in groups, as scheme w4a16-rtn; int8: weights per output, activations per token, as int8-rtn."""
     group_size: int = 128
     """int4: inputs that share a scale; a layer that it does not divide takes 64 or 32, or one scale per output."""
     bits: Literal[2, 3, 4] = 4
     """int4: bits that are used. Fewer than 4 for experiments: they are stored as int4 all the same."""
     parts: tuple[Literal["vision", "projector", "language"], ...] = ()
-    """Parts whose projections are rounded; empty: those of the scheme: vision and language, with int8 the projector too."""
+    """Parts whose projections are rounded; empty: as the scheme: vision and language, with int8 also the projector."""
 
     def __post_init__(self) -> None:
         if self.group_size % 128 and self.group_size not in (16, 32, 64):
@@ -222,7 +225,7 @@ class QuantizationAwareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """One stage of a run: its data, optimizer, schedule and length. The length is exactly one of steps, epochs and tokens."""
+    """One stage of a run: its data, optimizer, schedule and length (exactly one of steps, epochs and tokens)."""
 
     name: str
     """Name in logs and in `--set stages.NAME.key=value`."""
@@ -243,9 +246,9 @@ class StageConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is optimized; cross entropy of the next token without this section."""
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the trained weights, such as 0.999; it is validated, exported and handed to the next stage."""
+    """EMA decay, such as 0.999; the averaged weights are validated, exported and handed to the next stage."""
     drop_path: float = 0.0
-    """Stochastic depth of the vision tower: probability that an image skips the last block, growing linearly from 0 in the first; not in validation."""
+    """Stochastic depth: probability to skip the last vision block, linear from 0 at the first; not in validation."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the parameters."""
     qat: QuantizationAwareConfig | None = None
@@ -263,11 +266,17 @@ class StageConfig:
             raise ConfigError(f"stage {self.name}: give exactly one of steps, epochs and tokens")
         _check_positive(self, "steps", "epochs", "tokens", "clip_norm")
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise ConfigError(f"stage {self.name}: ema_decay is {self.ema_decay}; give a number between 0 and 1, such as 0.999")  # fmt: skip
+            raise ConfigError(
+                f"stage {self.name}: ema_decay is {self.ema_decay}; give a number between 0 and 1, such as 0.999"
+            )
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):
-            raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
+            raise ConfigError(
+                f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights"
+            )
         if self.lora is not None and self.qat is not None:
-            raise ConfigError(f"stage {self.name}: lora and qat exclude each other: rounding would undo the adapters. Keep one")  # fmt: skip
+            raise ConfigError(
+                f"stage {self.name}: lora and qat exclude each other: rounding would undo the adapters. Keep one"
+            )
         self._check_randomness()
         self._check_schedule()
 
@@ -277,11 +286,20 @@ class StageConfig:
             raise ConfigError(f"stage {self.name}: drop_path is {self.drop_path}; give 0 or more and less than 1")
         if self.objective.distillation and self.objective.distillation.top_k:
             if self.data.augment is not None:
-                raise ConfigError(f"stage {self.name}: stored logits are of images that are not augmented. Remove data.augment, or top_k")  # fmt: skip
+                raise ConfigError(
+                    f"stage {self.name}: stored logits are of images that are not augmented. "
+                    "Remove data.augment, or top_k"
+                )
             if self.data.token_dropout:
-                raise ConfigError(f"stage {self.name}: stored logits are of tokens that are not replaced. Remove data.token_dropout, or top_k")  # fmt: skip
+                raise ConfigError(
+                    f"stage {self.name}: stored logits are of tokens that are not replaced. "
+                    "Remove data.token_dropout, or top_k"
+                )
         if self.objective.reads_pairs and (self.drop_path or self.data.token_dropout):
-            raise ConfigError(f"stage {self.name}: preference pairs are compared with a reference that drops nothing. Remove drop_path and data.token_dropout")  # fmt: skip
+            raise ConfigError(
+                f"stage {self.name}: preference pairs are compared with a reference that drops nothing. "
+                "Remove drop_path and data.token_dropout"
+            )
         if self.objective.reads_pairs and self.lora is not None and self.lora.dropout:
             raise ConfigError(
                 f"stage {self.name}: preference pairs are compared with a reference that drops nothing. "
@@ -292,8 +310,9 @@ class StageConfig:
         """Refuse a schedule longer than the stage, or one that needs a number of steps that is not known in advance."""
         if self.epochs is not None and self.schedule.decay_steps is not None:
             raise ConfigError(
-                f"stage {self.name}: decay_steps counts back from the last step, which is not known for a length in epochs. Remove "
-                "decay_steps (the last tenth of the samples decays), or give the length in steps or tokens"
+                f"stage {self.name}: decay_steps counts back from the last step, which is not known for a length "
+                "in epochs. Remove decay_steps (the last tenth of the samples decays), "
+                "or give the length in steps or tokens"
             )
         if self.known_steps is not None:
             try:
@@ -324,7 +343,7 @@ class CheckpointConfig:
     on_failure: Literal["continue", "stop"] = "continue"
     """What to do if a save fails (for example, disk full); earlier states are untouched either way."""
     export_every: int | None = None
-    """Steps between exports of a checkpoint folder in Hugging Face layout; one is always exported at the end of a stage."""
+    """Steps between exports of a checkpoint folder in Hugging Face layout; the end of a stage always exports."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype of exported weights."""
 
@@ -341,7 +360,7 @@ class GuardConfig:
     min_history: int = 16
     """Number of accepted steps before spikes are detected."""
     spike_sigmas: float = 8.0
-    """A loss above mean + this many standard deviations of the window is a spike, if also above `spike_floor`; inf disables."""
+    """A loss above mean + this many standard deviations of the window is a spike (see `spike_floor`); inf disables."""
     spike_floor: float = 1.1
     """A loss below this multiple of the window's mean is never a spike."""
     spike_factor: float = math.inf
@@ -353,10 +372,13 @@ class GuardConfig:
     max_rollbacks: int = 3
     """Rollbacks per stage before the run stops."""
     hang_timeout_s: float = 900.0
-    """Seconds without a step (validation, saves and exports excluded) after which the process dumps all stacks and exits for torchrun to restart; inf disables."""
+    """Seconds without a step (saves etc. excluded) until the process dumps all stacks and exits; inf disables."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "window", "min_history", "spike_sigmas", "spike_floor", "spike_factor", "max_grad_norm", "max_skips", "hang_timeout_s")  # fmt: skip
+        _check_positive(
+            self, "window", "min_history", "spike_sigmas", "spike_floor", "spike_factor", "max_grad_norm",
+            "max_skips", "hang_timeout_s",
+        )  # fmt: skip
         if self.max_rollbacks < 0:
             raise ConfigError(f"max_rollbacks is {self.max_rollbacks}; give 0 or more")
 
@@ -372,7 +394,7 @@ class LogConfig:
     profile_steps: tuple[int, ...] | None = None
     """First and last step to profile, such as [20, 22]; the trace is written to trace/."""
     memory_snapshot: bool = False
-    """Write a CUDA memory snapshot to trace/: after the profiled steps, otherwise after the third step, and on out of memory."""
+    """Write a CUDA memory snapshot to trace/: after the profiled (else the third) step, and on out of memory."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every")
@@ -406,7 +428,8 @@ class ValidationConfig:
             raise ConfigError(f"num_generations is {self.num_generations}; give 0 or more")
         if self.sources and self.every is None:
             raise ConfigError(
-                "validation.sources is set but validation.every is not, so validation would never run. Set validation.every"
+                "validation.sources is set but validation.every is not, so validation would never run. "
+                "Set validation.every"
             )
         if any(source.weight is not None for source in self.sources):
             raise ConfigError("validation sources are not a mixture: every sample counts once. Remove the weights")
@@ -421,7 +444,7 @@ class CheckpointEvaluationConfig:
     limit: int | None = 256
     """Examples per task, the same ones every time."""
     device: str = "cpu"
-    """Device of the evaluation, in a process beside training; same: the device of training, which waits meanwhile."""
+    """Device of the evaluation, in a process next to training; same: the device of training, which waits for it."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "limit")

@@ -2,14 +2,14 @@
 
 Legend: N outputs, D inputs, R rank.
 
-A is initialized randomly and B with zeros, so training starts from the unchanged model. A and B are ordinary parameters (fp32 masters,
-sharded, saved) with `optimizer.lr` or the rate of a matching key of `optimizer.lrs`, such as `lora`; everything else is frozen.
-With `quantize_base` (QLoRA) the
-weights of layers with adapters are stored in 4 or 8 bits, other layers as they are.
+A is initialized randomly and B with zeros, so training starts from the unchanged model. A and B are ordinary parameters
+(fp32 masters, sharded, saved) with `optimizer.lr` or the rate of a matching key of `optimizer.lrs`, such as `lora`;
+everything else is frozen. With `quantize_base` (QLoRA) the weights of layers with adapters are stored in 4 or 8 bits,
+other layers as they are.
 
-Merging adds alpha / R * B A to W in fp32 and rounds once. With QLoRA, W is then the original weight, not the quantized one that A and
-B were trained with: the export has no quantization error, but differs from the trained model by that error (up to about half a scale
-per weight), including what A and B learned to compensate.
+Merging adds alpha / R * B A to W in fp32 and rounds once. With QLoRA, W is then the original weight, not the quantized
+one that A and B were trained with: the export has no quantization error, but differs from the trained model by that
+error (up to about half a scale per weight), including what A and B learned to compensate.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ def add_lora(model: VLM, config: LoraConfig, dtype: torch.dtype) -> None:
     for name in target_layers(list(linears), config):
         parent, _, child = name.rpartition(".")
         layer = LoraLinear(
-            linears[name], rank=config.rank, alpha=config.alpha, dropout=config.dropout, quantization=config.quantize_base,
-            dtype=dtype,
+            linears[name], rank=config.rank, alpha=config.alpha, dropout=config.dropout,
+            quantization=config.quantize_base, dtype=dtype,
         )  # fmt: skip
         setattr(model.get_submodule(parent), child, layer)
 
@@ -66,8 +66,8 @@ def _no_layer(target: str, names: Sequence[str], config: LoraConfig) -> str:
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()}) + list(names)
     near = difflib.get_close_matches(re.sub(r"\\(.)", r"\1", target), known, n=3, cutoff=0.4) or known[:8]
     return (
-        f"lora: target '{target}' matches no linear layer of {', '.join(config.parts)}. Similar names: {', '.join(near)}. "
-        "Correct it, or add the part it belongs to to parts"
+        f"lora: target '{target}' matches no linear layer of {', '.join(config.parts)}. "
+        f"Similar names: {', '.join(near)}. Correct it, or add the part it belongs to to parts"
     )
 
 
@@ -87,7 +87,7 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model computes what it did before adapters were added, until the end of this context. For passes without gradients."""
+    """Disable the adapters until the end of this context, for passes without gradients."""
     layers = list(lora_layers(model).values())
     for layer in layers:
         layer.is_adapted = False

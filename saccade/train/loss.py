@@ -5,8 +5,8 @@ Legend: T tokens, D decoder width, S sources, K metrics.
 Token t predicts token t + 1 if that is a loss token of the same conversation. What is optimized is up to the objective
 (`objectives/`); its loss is divided by the normaliser of the whole step, so micro-batches and ranks are simply summed.
 
-Sharded ranks run collectives in every block, so all of them must run the same blocks: a micro-batch without images encodes a
-dummy image, and a rank without data runs an empty micro-batch. Both contribute zeros.
+Sharded ranks run collectives in every block, so all of them must run the same blocks: a micro-batch without images
+encodes a dummy image, and a rank without data runs an empty micro-batch. Both contribute zeros.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +44,10 @@ def empty_micro_batch(config: VisionConfig) -> ModelInputs:
 
 
 class ModelWithLoss(nn.Module):
-    """The model and its loss: one call per micro-batch, so that FSDP or DDP around it sees one forward and one backward."""
+    """The model and its loss: one call per micro-batch, so FSDP or DDP sees one forward and one backward."""
 
     def __init__(self, model: VLM, objective: Objective | None = None) -> None:
-        """`objective`: cross entropy by default. It is no submodule: frozen models it holds are neither sharded nor saved."""
+        """`objective` (default: cross entropy) is no submodule: its frozen models are neither sharded nor saved."""
         super().__init__()
         self.model = model
         self.objective = CrossEntropy() if objective is None else objective
@@ -63,11 +63,13 @@ class ModelWithLoss(nn.Module):
         by_source: Sequence[tuple[Tensor, int]] = (),
         targets: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(loss of the micro-batch, fp32 sums [S + K]: cross entropy of each source in `by_source`, then the objective's metrics).
+        """Return (loss of the micro-batch, fp32 sums [S + K]).
 
-        `count` is the normaliser of the step, a scalar on the device. The sums by source cost one more pass of the head in total,
-        without gradients: their labels partition `labels`, and tokens without a label are dropped before the matmul. `targets`: what
-        the objective's reader read.
+        The sums are the cross entropy of each source in `by_source`, then the objective's metrics.
+
+        `count` is the normaliser of the step, a scalar on the device. The sums by source cost one more pass of the head
+        in total, without gradients: their labels partition `labels`, and tokens without a label are dropped before the
+        matmul. `targets` are what the objective's reader has read.
         """
         hidden_TD = self._hidden_states(inputs)
         batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image, targets or {})
@@ -83,7 +85,7 @@ class ModelWithLoss(nn.Module):
 
     @torch.no_grad()
     def score(self, inputs: ModelInputs, labels: Tensor) -> Tensor:
-        """fp64 [3]: sum of the loss over the loss tokens, number of correct top-1 predictions, number of loss tokens."""
+        """Return fp64 [3]: loss summed over the loss tokens, number of correct predictions, number of loss tokens."""
         hidden_TD = self._hidden_states(inputs)
         total = torch.zeros(3, dtype=torch.float64, device=labels.device)
         for index in torch.split((labels != IGNORED).nonzero()[:, 0], _LOGITS_CHUNK):

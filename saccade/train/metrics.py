@@ -1,14 +1,15 @@
 """Metrics of training: FLOPs, throughput, MFU, the log line, and the metrics log.
 
-Work is counted from shapes on the host, before a micro-batch is copied to the device (`micro_batch_work`); it is additive over
-micro-batches and ranks. Model FLOPs are those of the matmuls: decoder, head (loss tokens only: others are dropped before it),
-vision tower and projector, counted from the projections the model has, and attention, 4 n^2 d with the causal half counted once, vision
-blocks over full images or windows.
-Training costs up to three times the forward pass: a frozen part needs no weight gradients, and no activation gradients unless
-something before it is trained. Activation checkpointing is not counted.
+Work is counted from shapes on the host, before a micro-batch is copied to the device (`micro_batch_work`); it is
+additive over micro-batches and ranks. Model FLOPs are those of the matmuls: decoder, head (loss tokens only: others are
+dropped before it), vision tower and projector, counted from the projections the model has, and attention, 4 n^2 d with
+the causal half counted once, vision blocks over full images or windows. Training costs up to three times the forward
+pass: a frozen part needs no weight gradients, and no activation gradients unless something before it is trained.
+Activation checkpointing is not counted.
 
-MFU is those FLOPs over time and the device's peak: `mfu` with vision tower and projector, `mfu_decoder` without. A `Meter` collects
-steps and gives one record per interval; the first steps of a process (compilation, allocation, caches) are excluded from times.
+MFU is those FLOPs over time and the device's peak: `mfu` with vision tower and projector, `mfu_decoder` without. A
+`Meter` collects steps and gives one record per interval; the first steps of a process (compilation, allocation, caches)
+are excluded from times.
 """
 
 import functools
@@ -91,7 +92,7 @@ def _meta_model(config: ModelConfig) -> VLM:
 
 @functools.lru_cache(maxsize=8)
 def _num_weights(config: ModelConfig) -> dict[str, int]:
-    """Weights of the projections of each part that are run. Every one of them costs two FLOPs per patch (vision) or token (all others)."""
+    """Count the projection weights that run, by part: each costs two FLOPs per patch (vision) or token (others)."""
     model, total = _meta_model(config), {"vision": 0, "projector": 0, "language": 0, "head": 0}
     shapes = checkpoint_shapes(model)
     unused = {inner for module in model.vision.unused_modules() for inner in module.modules()}
@@ -103,7 +104,8 @@ def _num_weights(config: ModelConfig) -> dict[str, int]:
 def training_flops(forward: Flops, trained_parts: Iterable[str], *, tied_head: bool) -> Flops:
     """Forward and backward, given the trained parts (vision, projector, embedding, language, head).
 
-    A part with LoRA adapters (`language.lora`) needs activation gradients only; the adapters themselves are not counted.
+    A part with LoRA adapters (`language.lora`) needs activation gradients only; the adapters themselves are not
+    counted.
     """
     trained = set(trained_parts)
     order = [{"vision"}, {"projector"}, {"embedding", "language"}, {"embedding" if tied_head else "head"}]
@@ -155,15 +157,15 @@ class Step:
     number: int
     """Steps of the run so far, including this one."""
     loss: float
-    """Per unit of the objective: per loss token, for cross entropy."""
+    """Loss per unit of the objective: per loss token, for cross entropy."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     seconds: float
-    """From the end of the previous step to its own."""
+    """Time from the end of the previous step to the end of this one."""
     data_wait_s: float
-    """Of those, time waiting for the next batch."""
+    """Part of this time spent waiting for the next batch."""
     work: Work
-    """Of all ranks."""
+    """Work of all ranks."""
     source_losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """(sum of the loss, number of loss tokens) by source."""
     of_objective: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -287,7 +289,7 @@ class MetricsLog:
         return seconds
 
     def add(self, step: Step, lrs: Mapping[str, float]) -> None:
-        """Count a step; write a record at the end of an interval and after the first step. `lrs`: learning rate by group."""
+        """Count a step; write a record after the first step and each interval. `lrs` are learning rates by group."""
         assert self._meter is not None, "start comes first"
         self._meter.add(step)
         if step.number % self._every == 0 or self._is_first:

@@ -2,9 +2,10 @@
 
     m = mu m + g            w = w - lr (weight_decay w + 0.2 sqrt(max(rows, columns)) orthogonalized(g + mu m))
 
-The factor gives an update the RMS of AdamW's, about 0.2, so learning rates and decay tuned for AdamW carry over (Liu et al., 2025).
-The iteration runs in bf16 on a GPU and in fp32 on a CPU. The momentum of a sharded matrix is sharded too; each rank gathers it,
-computes the full update and keeps its shard. Cost: about 20 r^2 c + 10 r^3 FLOPs for the shorter side r and the longer c.
+The factor gives an update the RMS of AdamW's, about 0.2, so learning rates and decay tuned for AdamW carry over (Liu et
+al., 2025). The iteration runs in bf16 on a GPU and in fp32 on a CPU. The momentum of a sharded matrix is sharded too;
+each rank gathers it, computes the full update and keeps its shard. Cost: about 20 r^2 c + 10 r^3 FLOPs for the shorter
+side r and the longer c.
 """
 
 import math
@@ -17,7 +18,7 @@ from saccade.kernels.adamw import Settings
 from saccade.train.dtensor import dtensor_like, local_shard
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""a x + b x^3 + c x^5, applied five times, maps any x from 0.01 to 1 close to 1; steep at zero, as most singular values are small."""
+"""Coefficients of a x + b x^3 + c x^5, which applied five times maps any x from 0.01 to 1 close to 1."""
 
 
 def muon_step(

@@ -10,9 +10,9 @@ Every trained parameter has a fp32 master (the parameter itself if it is fp32) a
     adamw8bit   the same in 8 bits with fp32 scales; vectors and small tensors keep fp32
     muon        momentum in fp32, for the matrices of the decoder's layers; see `muon.py`
 
-Parameters may be plain tensors or DTensors sharded on dim 0: element-wise methods work on the local shard, Muon gathers. A missing
-gradient counts as zero, as on a rank without images, so that sharded and single-device runs take the same steps. 8-bit rounding
-noise differs between shardings.
+Parameters may be plain tensors or DTensors sharded on dim 0: element-wise methods work on the local shard, Muon
+gathers. A missing gradient counts as zero, as on a rank without images, so that sharded and single-device runs take the
+same steps. 8-bit rounding noise differs between shardings.
 
 With `offload`, masters and state are in pinned host memory; a step streams them through the device in chunks.
 """
@@ -90,7 +90,7 @@ class _Slot:
     held: dict[str, Tensor]
     """Moments by name, and `master` if the parameter is not fp32."""
     index: int
-    """Of the parameter in the optimizer's ages."""
+    """Index of the parameter in the optimizer's ages."""
 
 
 class Optimizer:
@@ -112,7 +112,7 @@ class Optimizer:
             for index, (name, parameter) in enumerate(parameters.items())
         }
         self._ages = torch.zeros(len(self._slots), dtype=torch.int64)
-        """On the CPU: number of updates of each parameter. One tensor, because a call per parameter would take milliseconds a step."""
+        """Number of updates of each parameter, one CPU tensor: a call per parameter would take milliseconds a step."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, grad_scale: float = 1.0) -> None:
-        """Update every parameter with `lr_factor` times its group's learning rate and `grad_scale` times its gradient. No host sync."""
+        """Update all parameters without host sync: `lr_factor` scales learning rates, `grad_scale` gradients."""
         config = self._config
         self.num_steps += 1
         self._ages += 1
@@ -166,7 +166,10 @@ class Optimizer:
             torch.cuda.synchronize()
 
     def _alike(self, slots: Sequence[_Slot], ages: Sequence[int]) -> Iterator[list[_Slot]]:
-        """Group slots that one kernel call can update: same method and age, all or none with a master, bounded size if offloaded."""
+        """Group slots that one kernel call can update.
+
+        They have the same method and age, all or none have a master, and offloaded groups have a bounded size.
+        """
         lists: dict[tuple[Method, int, bool], list[_Slot]] = {}
         for slot in slots:
             lists.setdefault((slot.method, ages[slot.index], "master" in slot.held), []).append(slot)
@@ -259,7 +262,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together, on the device: a fp32 scalar, the same on every rank. No host sync.
 
-    Every rank must hold gradients of the same parameters: the squares of shards are summed over the ranks that hold them.
+    Every rank must hold gradients of the same parameters: the squares of shards are summed over the ranks that hold
+    them.
     """
     shards: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

@@ -8,8 +8,8 @@
     shard      FSDP2, or DDP
     load       allocate memory, load weights
 
-Compilation precedes activation checkpointing, so that a checkpointed block runs its compiled code twice; sharding comes last, so that
-its hooks are outside both.
+Compilation precedes activation checkpointing, so that a checkpointed block runs its compiled code twice; sharding comes
+last, so that its hooks are outside both.
 
     strategy   each rank holds                               in DeepSpeed's terms
     none       everything; one rank
@@ -18,16 +18,16 @@ its hooks are outside both.
     hsdp       1/shard_size of them, world / shard_size      ZeRO-3 within, data parallel between replicas: MiCS, hpZ
                replicas
 
-With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the all-gathers for the memory
-of one unsharded bf16 copy. That is ZeRO-2. With `reduce_each_micro_batch = false` as well, gradients stay unsharded until the last
-micro-batch of a step: ZeRO-1. Both pay off with gradient accumulation.
+With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the all-gathers
+for the memory of one unsharded bf16 copy. That is ZeRO-2. With `reduce_each_micro_batch = false` as well, gradients
+stay unsharded until the last micro-batch of a step: ZeRO-1. Both pay off with gradient accumulation.
 
-FSDP units: each decoder layer and each vision block, prefetched while the previous one computes. The vision tower (patch embedding) is
-a unit; embedding, head, final norm and projector form the root, which is needed first and last.
+FSDP units: each decoder layer and each vision block, prefetched while the previous one computes. The vision tower
+(patch embedding) is a unit; embedding, head, final norm and projector form the root, which is needed first and last.
 
-Precision: FSDP stores parameters in fp32, gathers them in the compute dtype and reduces gradients in `reduce_dtype`. Without
-sharding, parameters are in the compute dtype and the optimizer holds fp32 masters: no casts, fastest on one GPU. Both
-start from the checkpoint's own precision. Gradients accumulate in fp32 either way; see `train_state.py`.
+Precision: FSDP stores parameters in fp32, gathers them in the compute dtype and reduces gradients in `reduce_dtype`.
+Without sharding, parameters are in the compute dtype and the optimizer holds fp32 masters: no casts, fastest on one
+GPU. Both start from the checkpoint's own precision. Gradients accumulate in fp32 either way; see `train_state.py`.
 """
 
 import functools
@@ -159,7 +159,7 @@ def parallelize(
 
 
 def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:
-    """The model of a stage on the meta device: LoRA adapters or rounding added, parameters with a learning rate of 0 frozen."""
+    """Build the model of a stage on the meta device, with adapters or rounding; freeze what has learning rate 0."""
     is_sharded = strategy in ("fsdp", "hsdp")
     model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
     prepare_model(model, stage.optimizer, stage.lora, stage.qat, dtype)
@@ -200,12 +200,14 @@ def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
     if config.strategy == "auto":
         if config.offload and world.size == 1:
             raise ConfigError(
-                "offload requires fsdp, and auto means no sharding on one rank. Set parallel.strategy = 'fsdp', or use optimizer.offload"
+                "offload requires fsdp, and auto means no sharding on one rank. "
+                "Set parallel.strategy = 'fsdp', or use optimizer.offload"
             )
         return "none" if world.size == 1 else "fsdp"
     if config.strategy == "none" and world.size > 1:
         raise ConfigError(
-            f"strategy none is for one rank, but there are {world.size}: each would train a separate model. Use auto, ddp or fsdp"
+            f"strategy none is for one rank, but there are {world.size}: each would train a separate model. "
+            "Use auto, ddp or fsdp"
         )
     if config.strategy == "hsdp" and world.size % (config.shard_size or 1):
         raise ConfigError(f"{world.size} ranks are not divisible by shard_size {config.shard_size}. Choose a divisor")
@@ -216,8 +218,10 @@ def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
 
 
 def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
-    """Freeze parameters with a learning rate of 0, and those that are not run; with LoRA, everything but the adapters. At least one must
-    remain."""
+    """Freeze parameters with a learning rate of 0, and those that are not run; with LoRA, everything but the adapters.
+
+    At least one parameter must remain.
+    """
     if adapters := lora_parameters(model):
         model.requires_grad_(False)
         try:
@@ -254,9 +258,9 @@ def trainable_table(model: VLM) -> str:
 def _compile(model: VLM) -> None:
     """Compile each block: norms, MLP and residual sums; all blocks of a kind share the compiled code.
 
-    Attention stays eager. Its kernels are chosen by the segment lengths of a packed sequence, which change with every micro-batch and
-    would cause recompilation; what remains has one dynamic dim, the number of tokens. Quantized layers stay eager too: the compiler
-    would dequantize their weights in forward and save them for backward.
+    Attention stays eager. Its kernels are chosen by the segment lengths of a packed sequence, which change with every
+    micro-batch and would cause recompilation; what remains has one dynamic dim, the number of tokens. Quantized layers
+    stay eager too: the compiler would dequantize their weights in forward and save them for backward.
     """
     blocks: list[nn.Module] = [*model.vision.blocks, *model.language.layers]
     for block in blocks:

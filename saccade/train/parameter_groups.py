@@ -1,7 +1,8 @@
 """Parameter groups: learning rate and weight decay by parameter name. Plain Python over names; no torch.
 
-A key of `lrs` is a part of the model or a regular expression searched for in the parameter's name; the first match decides, `lr` is
-the default, and a rate of 0 freezes. A key that matches nothing is an error: it is a typo or a name of another model.
+A key of `lrs` is a part of the model or a regular expression searched for in the parameter's name; the first match
+decides, `lr` is the default, and a rate of 0 freezes. A key that matches nothing is an error: it is a typo or a name of
+another model.
 
     lr = 1e-5
     lrs = { vision = 0, projector = 1e-3, 'language\\.layers\\.[0-3]\\.' = 2e-6 }
@@ -34,11 +35,11 @@ class OptimizerConfig:
     """Optimizer and parameter groups."""
 
     kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """adamw: fp32 moments, 8 bytes per parameter; adamw8bit: 2 bytes; muon: for the decoder's matrices, with adamw for the rest."""
+    """adamw: fp32 moments, 8 bytes per parameter; adamw8bit: 2 bytes; muon: decoder matrices, adamw for the rest."""
     lr: float = 1e-5
     """Peak learning rate of parameters matched by no key of `lrs`."""
     lrs: dict[str, float] = field(default_factory=dict)
-    """Peak learning rate by part (vision, projector, embedding, language, head) or regular expression; the first match decides, 0 freezes."""
+    """Peak learning rate by part (vision, projector, embedding, language, head) or regular expression; 0 freezes."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices, multiplied by the learning rate; norms and biases are not decayed."""
     decay_embedding: bool = False
@@ -52,7 +53,7 @@ class OptimizerConfig:
     momentum: float = 0.95
     """muon only: momentum coefficient."""
     offload: bool = False
-    """Keep masters and moments in pinned host memory and stream them through the GPU at each step: frees 12 bytes per parameter (6 with adamw8bit), costs time."""
+    """Keep masters and moments in pinned host memory: frees 12 bytes per parameter (6 with adamw8bit), slows steps."""
 
     def __post_init__(self) -> None:
         for name, lr in {"lr": self.lr, **{f"lrs.{key}": value for key, value in self.lrs.items()}}.items():

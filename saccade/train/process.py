@@ -1,4 +1,4 @@
-"""Process-level services around the training loop: run-folder lock, stop signals, manual garbage collection, watchdog."""
+"""Process-level services of training: run-folder lock, stop signals, manual garbage collection, watchdog."""
 
 import contextlib
 import faulthandler
@@ -80,7 +80,7 @@ def catch_stop_signals() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def manual_gc() -> Iterator[None]:
-    """Disable automatic garbage collection: it would pause ranks at different times, and every rank waits for the slowest."""
+    """Disable automatic garbage collection, which would pause ranks at different times: all wait for the slowest."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -99,9 +99,9 @@ def _exit_process() -> None:
 class Watchdog:
     """Ends a process that makes no progress, after dumping where it hangs.
 
-    A dead peer, an unresponsive file system and a deadlock look alike: nothing happens. After `timeout_s` without `feed`, a thread
-    writes the Python stacks of all threads, and NCCL's flight record if there is one, into the run folder and exits the process;
-    `torchrun --max-restarts` then restarts the run from its last saved state.
+    A dead peer, an unresponsive file system and a deadlock look alike: nothing happens. After `timeout_s` without
+    `feed`, a thread writes the Python stacks of all threads, and NCCL's flight record if there is one, into the run
+    folder and exits the process; `torchrun --max-restarts` then restarts the run from its last saved state.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from saccade.world import World
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_STEP = 3
-"""Step of a process after which the memory snapshot is written if no steps are profiled; the first steps are not typical."""
+"""Step of a process after which the memory snapshot is written if no steps are profiled; the first are not typical."""
 _MAX_EVENTS = 200_000
 """Maximum number of recorded allocations; a step of a 3B model makes about 10,000."""
 

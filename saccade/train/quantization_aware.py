@@ -1,7 +1,8 @@
-"""Quantization-aware training: which projections round their weights (`model/fake_quantized_linear.py`), and what is exported.
+"""Quantization-aware training: which projections round their weights, and what is exported.
 
-The rounded parts are those of the scheme that the checkpoint is meant for, so that `saccade compress --scheme w4a16-rtn` (int4) or `int8-rtn`
-of an exported folder changes no weight. Embedding, head, norms and biases stay as they are.
+The rounded parts are those of the scheme that the checkpoint is meant for, so that `saccade compress --scheme
+w4a16-rtn` (int4) or `int8-rtn` of an exported folder changes no weight. Embedding, head, norms and biases stay as they
+are. `model/fake_quantized_linear.py` rounds.
 """
 
 import torch

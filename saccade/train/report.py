@@ -1,8 +1,8 @@
 """Report of a run as one HTML page: curves, scores of checkpoints, sample generations, skipped steps, config.
 
-`write_report(run)` reads metrics.jsonl, evaluations/, samples.jsonl, skipped_steps.jsonl and config.toml of the run folder and
-writes report.html. The section of a missing file is omitted. A line of samples.jsonl has step, prompt and output, and optionally
-reference and image (a data URL).
+`write_report(run)` reads metrics.jsonl, evaluations/, samples.jsonl, skipped_steps.jsonl and config.toml of the run
+folder and writes report.html. The section of a missing file is omitted. A line of samples.jsonl has step, prompt and
+output, and optionally reference and image (a data URL).
 """
 
 import json
@@ -123,7 +123,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evaluations(run: Path) -> str:
-    """Scores of the exported checkpoints: a chart of each task's first metric, and all scores with links to their reports.
+    """Show scores of exported checkpoints: a chart of each task's first metric, all scores with links to their reports.
 
     Scores of different versions of the results format are not comparable: each version has a curve of its own.
     """

@@ -5,8 +5,9 @@
     wsd        warm-up, then constant until the last `decay_steps`, then linear decay to `final_factor`
     constant   warm-up, then constant
 
-Steps count from 0. Warm-up is linear and complete at step `warmup_steps - 1`, so no step has a rate of zero; `final_factor` would be
-reached at step `num_steps`. With a length in epochs, progress after warm-up is measured in samples: the same curve.
+Steps count from 0. Warm-up is linear and complete at step `warmup_steps - 1`, so no step has a rate of zero;
+`final_factor` would be reached at step `num_steps`. With a length in epochs, progress after warm-up is measured in
+samples: the same curve.
 """
 
 import math

@@ -1,10 +1,11 @@
 """A training run: its stages in order, resumable at any step.
 
-    check every stage -> find the newest state -> for each stage that is not done: build -> load state -> train -> export -> save
+    check every stage -> find the newest state
+    -> for each stage that is not done: build -> load state -> train -> export -> save
 
-A stage always starts from disk: the initial checkpoint folder, overlaid with the newest saved state. Whether that state was saved in
-the middle of this stage or at the end of the previous one makes little difference, so a stage change and a restart after a crash are the
-same code path. What is loaded:
+A stage always starts from disk: the initial checkpoint folder, overlaid with the newest saved state. Whether that state
+was saved in the middle of this stage or at the end of the previous one makes little difference, so a stage change and a
+restart after a crash are the same code path. What is loaded:
 
                             same stage      next stage
     weights                 all             all; their average, where the previous stage kept one
@@ -65,7 +66,7 @@ INDEX_TIMEOUT_S = 7 * 86400.0
 def train(
     config: TrainConfig, *, device: str = "auto", validate: Validate | None = None, on_export: OnExport | None = None
 ) -> Ending:
-    """Train from a recipe; resumes from the run folder. Every rank calls it. `on_export` gets every exported checkpoint."""
+    """Train from a recipe, on every rank; resume from the run folder. `on_export` gets every exported checkpoint."""
     with open_world(device) as world:
         return train_in(world, config, validate=validate, on_export=on_export)
 
@@ -146,14 +147,15 @@ def _log_changed_settings(config: TrainConfig) -> None:
 
 
 def _write_settings(config: TrainConfig, world: World) -> None:
-    """Write config.toml once the stage is built, so that the config of a refused run does not replace the previous one."""
+    """Write config.toml once the stage is built, so that a refused run does not replace the previous config."""
 
     def write() -> None:
         try:
             write_config(config, config.run / "config.toml")
         except OSError as error:
             raise ConfigError(
-                f"{config.run / 'config.toml'} cannot be written: {error.strerror}. Free space, or choose another folder: --set run=NAME"
+                f"{config.run / 'config.toml'} cannot be written: {error.strerror}. "
+                "Free space, or choose another folder: --set run=NAME"
             ) from error
 
     _on_main(world, write)
@@ -190,8 +192,8 @@ def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
     number = int(state.progress["stage"])
     if number >= len(config.stages):
         raise ConfigError(
-            f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. Use the recipe of this "
-            "run, or another run folder: --set run=NAME"
+            f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. "
+            "Use the recipe of this run, or another run folder: --set run=NAME"
         )
     if state.progress["is_stage_done"] and not _was_extended(config.stages[number], state):
         number += 1
@@ -207,8 +209,8 @@ def _was_extended(stage: StageConfig, state: SavedState) -> bool:
     done = state.progress["epochs"]
     if done is None:
         raise ConfigError(
-            f"stage {stage.name} finished after {state.progress['stage_step']} steps, and its length is now given in epochs. Give it "
-            "in steps or tokens, or add a stage"
+            f"stage {stage.name} finished after {state.progress['stage_step']} steps, and its length is now "
+            "given in epochs. Give it in steps or tokens, or add a stage"
         )
     return bool(stage.epochs is not None and stage.epochs > done)
 

@@ -33,7 +33,7 @@ class WandbConfig:
     name: str | None = None
     """Name of the run; default: the run folder's name."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """offline writes into the run folder, for `wandb sync` later. The environment variable WANDB_MODE takes precedence."""
+    """offline writes into the run folder, for a later `wandb sync`. The variable WANDB_MODE takes precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Trackers:
         self._trackers[name] = make()
 
     def _guarded(self, name: str, action: Callable[..., None], *arguments: object) -> None:
-        """Run it and report the first error of each tracker. Clients raise their own exception classes, so all are caught."""
+        """Run `action`; report the first error of each tracker. Clients raise their own classes, so all are caught."""
         try:
             action(*arguments)
         except Exception as error:

@@ -1,15 +1,16 @@
-"""State of a training stage: model and optimizer (`TrainState`), position (`Progress`), and the metrics of a step (`StepMetrics`).
+"""State of a stage: model and optimizer (`TrainState`), position (`Progress`), metrics of a step (`StepMetrics`).
 
-Gradient accumulation sums in fp32, so that many small micro-batches do not vanish beside their sum. FSDP does that by itself.
-Without sharding, parameters of lower precision get fp32 gradients while more micro-batches of the step follow; the gradient of a
-single micro-batch keeps the parameter's dtype. DDP reduces in the parameters' dtype, so there the sum is rounded before the last
-micro-batch is added.
+Gradient accumulation sums in fp32, so that many small micro-batches do not vanish in their sum. FSDP does that by
+itself. Without sharding, parameters of lower precision get fp32 gradients while more micro-batches of the step follow;
+the gradient of a single micro-batch keeps the parameter's dtype. DDP reduces in the parameters' dtype, so there the sum
+is rounded before the last micro-batch is added.
 
-The metrics of a step travel over the ranks as one vector. Counters known before the forward pass are summed at the start of the
-step (the loss needs the number of loss tokens of all ranks), the rest at its end; then the host reads everything at once:
+The metrics of a step travel over the ranks as one vector. Counters known before the forward pass are summed at the
+start of the step (the loss needs the number of loss tokens of all ranks), the rest at its end; then the host reads
+everything at once:
 
-    [ work | normaliser | save failed | loss tokens by source | loss by source | metrics | loss | stop requested | gradient norm ]
-      `-- local_step_counters, summed at the start -----------'`-- summed at the end --------------------'
+    summed at the start  [ work | normaliser | save failed | loss tokens by source ]  local_step_counters
+    summed at the end    [ loss by source | metrics | loss | stop requested | gradient norm ]
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NORMALIZER = len(Work._fields)
 
 @dataclass
 class Progress:
-    """Position of a run; saved as JSON beside the tensors."""
+    """Position of a run; saved as JSON next to the tensors."""
 
     stage: int = 0
     """Index of the stage."""

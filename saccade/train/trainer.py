@@ -1,8 +1,8 @@
-"""The training loop of a stage: batch -> micro-batches -> backward -> clip -> optimizer step -> log -> save -> validate.
+"""Training loop of a stage: batch -> micro-batches -> backward -> clip -> optimizer step -> log -> save -> validate.
 
-The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, fetches the next batch while they compute, and
-then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed over the ranks, so
-every rank sees the same values and makes the same decisions.
+The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, fetches the next batch while they
+compute, and then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed
+over the ranks, so every rank sees the same values and makes the same decisions.
 
 What is due after a step is done in this order: save, validate, export, evaluate. A stop request or a crash in between
 loses nothing: the saved state records what is done (`Progress.done`), and the resumed run begins with the rest.
@@ -42,7 +42,7 @@ from saccade.world import World
 logger = logging.getLogger(__name__)
 
 Validate = Callable[[ModelWithLoss, int], Mapping[str, float] | None]
-"""Validation while training: called on every rank with the model and the step; returns named scores, None if it was interrupted."""
+"""Validates on every rank, given the model and the step; returns named scores, None if it was interrupted."""
 
 
 OnExport = Callable[[Path, int], None]
@@ -80,7 +80,7 @@ class Trainer:
         validate: Validate | None = None,
         on_export: OnExport | None = None,
     ) -> None:
-        """`stop_requested`: set from outside, on any rank. `num_samples`: samples of a stage whose length is in epochs."""
+        """`stop_requested` is set from outside, on any rank; `num_samples` is given if the length is in epochs."""
         self._config, self._stage, self._progress = config, stage, progress
         self._state, self._batches, self._guard, self._saver, self._world = state, batches, guard, saver, world
         self._metrics_log, self._num_samples, self._validate = metrics_log, num_samples, validate
@@ -164,8 +164,8 @@ class Trainer:
     def _accumulate(self, batch: StepBatch) -> tuple[list[Tensor], Tensor | None]:
         """Gradient accumulation: enqueue forward and backward of every micro-batch.
 
-        Returns the loss of each micro-batch and the vector of `train_state.py`, on the device; no vector if a stop was requested
-        before the last micro-batch of a step on a CPU, which is then discarded and repeated after a resume.
+        Returns the loss of each micro-batch and the vector of `train_state.py`, on the device; no vector if a stop was
+        requested before the last micro-batch of a step on a CPU, which is then discarded and repeated after a resume.
         """
         device = self._world.device
         counters = local_step_counters(batch, save_failed=self._saver.failure is not None)
@@ -223,14 +223,15 @@ class Trainer:
                 self._roll_back()
         if decision.action is Action.GIVE_UP:
             raise DataError(
-                f"step {self._progress.step + 1}: {decision.reason}, after {self._config.guard.max_rollbacks} rollbacks "
-                f"already. Look at the samples in {self._skipped_steps_file}; if they are fine, lower the learning rate"
+                f"step {self._progress.step + 1}: {decision.reason}, "
+                f"after {self._config.guard.max_rollbacks} rollbacks already. "
+                f"Look at the samples in {self._skipped_steps_file}; if they are fine, lower the learning rate"
             )
 
     def _log_skipped_step(
         self, decision: Decision, metrics: StepMetrics, batch: StepBatch, losses: list[Tensor]
     ) -> None:
-        """Append the step to skipped_steps.jsonl: the samples of every micro-batch, and whether its own loss is finite."""
+        """Append to skipped_steps.jsonl the samples of every micro-batch, and whether its own loss is finite."""
         local = [
             {"rank": self._world.rank, "is_finite": bool(torch.isfinite(loss)), "samples": sample_ids}
             for loss, sample_ids in zip(losses, batch.sample_ids, strict=False)

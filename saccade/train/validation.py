@@ -1,11 +1,14 @@
-"""Validation while training: loss and sample generations on held-out data. It changes no weights, random state or data position.
+"""Validation while training: loss and generated samples on held-out data.
+
+It changes no weights, random state or data position.
 
     held-out shards -> packed sequences, as in training -> sums over all ranks -> loss, accuracy
     their first samples -> greedy generation on the main rank -> samples.jsonl, exact_match
 
-`loss` is the mean cross entropy over all loss tokens, `accuracy` the fraction of them whose most probable token is correct, `exact_match` the
-fraction of generated outputs equal to the reference. Where something else is optimized, its loss and metrics are in `objective_*`, from a
-second pass over the data; of preference pairs, loss and accuracy are those of the chosen conversations. Generation needs the full model on one rank: it is skipped for sharded models.
+`loss` is the mean cross entropy over all loss tokens, `accuracy` the fraction of them whose most probable token is
+correct, `exact_match` the fraction of generated outputs equal to the reference. If another objective is optimized, its
+loss and metrics are in `objective_*`, from a second pass over the data; for preference pairs, loss and accuracy are
+those of the chosen conversations. Generation needs the full model on one rank: it is skipped for sharded models.
 """
 
 import contextlib
@@ -64,7 +67,7 @@ def combine(*validators: Validate | None, device: torch.device) -> Validate | No
 def held_out_validation(
     config: TrainConfig, stage: StageConfig, world: World, *, step: int, stop_requested: threading.Event
 ) -> "HeldOutValidation | None":
-    """The validation of `config.validation`; None without sources. Every rank must call it. `step`: the last validated."""
+    """Build `config.validation` on every rank; None without sources. `step` is the last one validated."""
     return HeldOutValidation(config, stage, world, step, stop_requested) if config.validation.sources else None
 
 

@@ -2,8 +2,9 @@
 
     average += (1 - decay) * (weight - average)        after every optimizer step, in fp32
 
-The first updates use a lower decay, min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten. Averages are
-where the fp32 masters are and are sharded like them: no communication. They cost 4 bytes per trained parameter.
+The first updates use a lower decay, min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon
+forgotten. Averages are where the fp32 masters are and are sharded like them: no communication. They cost 4 bytes per
+trained parameter.
 """
 
 import contextlib

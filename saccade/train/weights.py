@@ -1,9 +1,10 @@
-"""Weights of a training run: load a checkpoint folder into a (sharded) model, export a checkpoint folder or a LoRA adapter.
+"""Load a checkpoint folder into a (sharded) model; export a checkpoint folder or a LoRA adapter.
 
-Loading: the model is built on the meta device, sharded, and allocated; then every rank reads the files tensor by tensor and keeps its
-shard. No rank ever holds the full model, and no rank waits for another. Exporting gathers one tensor at a time; rank 0 writes.
+Loading: the model is built on the meta device, sharded, and allocated; then every rank reads the files tensor by tensor
+and keeps its shard. No rank ever holds the full model, and no rank waits for another. Exporting gathers one tensor at a
+time; rank 0 writes.
 
-An adapter folder has PEFT's layout, which `peft`, `transformers` and most servers read beside the original model:
+An adapter folder has PEFT's layout, which `peft`, `transformers` and most servers read with the original model:
 
     adapter_config.json          rank, alpha, and the layers by their names in `transformers`
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight [R, D], base_model.model.NAME.lora_B.weight [N, R]
@@ -80,7 +81,9 @@ def load_weights(
 
 def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Pad each dim with zeros at its end, up to the shape in memory."""
-    return F.pad(tensor, [size for have, want in zip(tensor.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)])  # fmt: skip
+    return F.pad(
+        tensor, [size for have, want in zip(tensor.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)]
+    )
 
 
 def checkpoint_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
@@ -100,8 +103,8 @@ def checkpoint_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
     if missing := sorted(shapes.keys() - set(names.values())):
         shown = ", ".join(family.name_on_disk(name) for name in missing[:4])
         raise CheckpointError(
-            f"{folder}: {len(missing)} tensors are missing or do not have the shape that config.json implies, among them {shown}. "
-            "Use the config.json these weights were saved with"
+            f"{folder}: {len(missing)} tensors are missing or do not have the shape that config.json implies, "
+            f"among them {shown}. Use the config.json these weights were saved with"
         )
     return names
 
@@ -119,10 +122,10 @@ def export_checkpoint(
     world: World,
     only_adapter: bool = False,
 ) -> None:
-    """Write `weights` (plain or sharded, by parameter name) as a checkpoint folder, with the other files of the folder `like`.
+    """Write `weights` (plain or sharded, by parameter name) as a checkpoint folder, with the other files of `like`.
 
-    LoRA adapters are merged, and also written to `adapter/`; with `only_adapter` nothing else is written. Base weights that are
-    quantized in memory are read from `like`, the folder the run started from.
+    LoRA adapters are merged, and also written to `adapter/`; with `only_adapter` nothing else is written. Base weights
+    that are quantized in memory are read from `like`, the folder the run started from.
 
     Collective: every rank must call it. An existing folder is replaced.
     """
@@ -171,7 +174,7 @@ def _merged(
     model: VLM,
     adapters: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor without its padding, with its LoRA adapter merged in fp32, or rounded to the grid it was trained on."""
+    """Yield tensors without padding, with LoRA adapters merged in fp32, or rounded to the grid they were trained on."""
     layers, rounded = lora_layers(model), fake_quantized_layers(model)
     for name, tensor in tensors:
         unpadded = tensor[tuple(slice(size) for size in shapes[name])]
@@ -200,7 +203,7 @@ def _write(
 
 
 def export_adapter(out: Path, model: VLM, adapters: Mapping[str, Tensor], *, like: Path, dtype: torch.dtype) -> None:
-    """Write LoRA adapters (full tensors, by parameter name) in PEFT's layout; `like` is the folder of the base model."""
+    """Write LoRA adapters (full tensors, by parameter name) in PEFT's layout; `like` is the base model's folder."""
     family = family_of(like)
     layers, shapes = lora_layers(model), base_shapes(model)
     tensors: dict[str, Tensor] = {}

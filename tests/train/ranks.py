@@ -1,8 +1,8 @@
 """A process that runs training jobs in sequence, alone or as a rank of several.
 
-A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step if the recipe
-says so), `ending` (what is expected). Or one of these: `world` and `threads` (a file to write what is found to), `crash`
-(a rank).
+A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step
+if the recipe says so), `ending` (what is expected). Or one of these: `world` and `threads` (a file to write what is
+found to), `crash` (a rank).
 """
 
 import contextlib
@@ -91,8 +91,10 @@ def validate_for_long(model, step):
 
 
 def fill_the_disk(model, step):
-    """From step 9 on, when the state of step 5 is complete, no file may grow beyond a megabyte. When the save of step 10 has failed, and two
-    more steps are made, there is room again."""
+    """Limit files to a megabyte from step 9 on, when the state of step 5 is complete.
+
+    Two steps after the save of step 10 has failed, there is room again.
+    """
     if step == 9:
         wait_for_state_5()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
@@ -107,7 +109,7 @@ def fill_the_disk(model, step):
 
 
 class FailedSave(logging.Handler):
-    """Waits for the error message of a save, which runs beside the steps."""
+    """Waits for the error message of a save, which runs concurrently with the steps."""
 
     def __init__(self):
         super().__init__(logging.ERROR)
@@ -203,7 +205,7 @@ def run_jobs(file):
 
 
 def run_forked(file, environment):
-    """`run_jobs` in a forked process, with the environment, the log and the warning filter of a process started for it."""
+    """Run `run_jobs` in a forked process, with the environment, log and warning filter of a process of its own."""
     os.environ.update(environment)
     warnings.simplefilter("error")
     with Path(file).with_suffix(".log").open("w") as log:

@@ -103,7 +103,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def fork_server():
-    """A process that has imported training once and forks the ranks of all tests; importing it takes a rank 4 s of CPU."""
+    """Start a process that imports training once (4 s of CPU) and forks the ranks of all tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.ranks"])
     with mock.patch.dict(os.environ, environment(JE_ARROW_MALLOC_CONF="background_thread:false"), clear=True):
@@ -123,7 +123,7 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
             "LOCAL_RANK": rank,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the test's, as with torchrun: no rank has to bind a port
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # as with torchrun: the test has the store, no rank binds a port
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
     arguments = (str(file), {name: str(value) for name, value in rank_variables.items()})
@@ -133,18 +133,22 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
 
 
 def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int) -> str:
-    """Run the jobs under the agent of `torchrun --max-restarts=1`, which starts ranks of the fork server; what they have logged."""
+    """Run the jobs under the agent of `torchrun --max-restarts=1`, with ranks of the fork server; return their log."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     file, logs = folder / "jobs.json", folder / "logs"
     file.write_text(json.dumps(jobs))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=folder.name, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        max_restarts=1, monitor_interval=0.1, start_method="forkserver", logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=folder.name,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        max_restarts=1, monitor_interval=0.1, start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )  # fmt: skip
     fork_server()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}  # fmt: skip
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
         elastic_launch(config, ranks.run_under_agent)(str(file))
     finally:
@@ -172,6 +176,6 @@ def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: f
 
 
 def _ending(rank: int, code: int, file: Path) -> str:
-    """A rank's exit code, -9 if it was killed because of another one, and the end of its log; after a crash, with all stacks."""
+    """Return a rank's exit code (-9: killed because of another) and the end of its log; after a crash, all stacks."""
     has_crashed = code < 0 and code != -signal.SIGKILL
     return f"rank {rank}: exit code {code}\n{file.with_suffix('.log').read_text()[-30000 if has_crashed else -3000 :]}"

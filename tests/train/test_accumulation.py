@@ -84,7 +84,7 @@ def exact(train_state_of, rows):
 
 @pytest.fixture(scope="module")
 def error_of_bf16(train_state_of, rows, exact):
-    """Of bf16 accumulation: the rounding of 47 additions, in addition to that of the computation."""
+    """Bound for bf16 accumulation: it adds the rounding of 47 additions to the rounding of the computation."""
     return distance(accumulated_by_autograd(train_state_of("model.dtype=bf16"), rows), exact)
 
 

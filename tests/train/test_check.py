@@ -118,12 +118,14 @@ def children(process):
     return [one for child in found for one in (child, *children(child))]
 
 def num_bytes(path, *names):
-    return sum(int(size) for size in re.findall(rf"(?:{'|'.join(names)}):\\s+([0-9]+) kB", Path(path).read_text())) * 1024
+    sizes = re.findall(rf"(?:{'|'.join(names)}):\\s+([0-9]+) kB", Path(path).read_text())
+    return sum(int(size) for size in sizes) * 1024
 
 def watch():
     while not is_done.wait(0.05):
         try:
-            peaks.append(sum(num_bytes(f"/proc/{one}/smaps_rollup", "Pss_Anon", "Pss_Shmem") for one in children("self")))
+            files = [f"/proc/{one}/smaps_rollup" for one in children("self")]
+            peaks.append(sum(num_bytes(file, "Pss_Anon", "Pss_Shmem") for file in files))
         except (OSError, ValueError):
             pass  # a process has ended meanwhile
 
@@ -136,8 +138,10 @@ if __name__ == "__main__":
     watcher.join()
     print(num_bytes("/proc/self/status", "VmHWM") - num_bytes("/proc/self/status", "RssFile") + max(peaks))
 """
-"""The peak of memory that the system cannot reclaim, of a run and its workers. How many pages of library files are mapped
-depends on how those files came into the page cache."""
+"""Measures the peak of memory that the system cannot reclaim, of a run and its workers.
+
+Pages of mapped library files are excluded: their number depends on how the files came into the page cache.
+"""
 
 
 WIDE = replace(

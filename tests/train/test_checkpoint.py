@@ -194,7 +194,7 @@ def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatc
 
 @pytest.fixture
 def slow_full_disk(monkeypatch):
-    """Saves take longer than the steps between them, and fail as long as the list is empty: once the trainer waits for them."""
+    """Saves outlast the steps between them, and fail as long as the list is empty: once the trainer waits for them."""
     has_room, real_save, real_finish, is_awaited = [], checkpoints.save, Saver.finish, threading.Event()
 
     def slow(*args, **settings):

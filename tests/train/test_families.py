@@ -68,7 +68,7 @@ def assert_same_step(folder, messages):
     for name, parameter in module.model.named_parameters():
         theirs = gradients[family.name_in_transformers(name)]
         if parameter.grad is None:
-            assert theirs.grad is None, f"{name} is behind the selected layer"
+            assert theirs.grad is None, f"{name} is after the selected layer"
             continue
         if theirs.grad is not None and theirs.grad.abs().max() < ROUNDING * largest:
             assert parameter.grad.abs().max() < ROUNDING * largest, (

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: the same on any strategy, resumed = uninterrupted, merged = unmerged, only the adapters are trained."""
+"""LoRA and QLoRA: the same on any strategy, resumed = uninterrupted, merged = unmerged, only adapters are trained."""
 
 import json
 from dataclasses import replace
@@ -96,7 +96,7 @@ def built(checkpoint, tmp_path, *overrides, settings=SETTINGS):
 
 
 def trained_model(run_root, name, checkpoint, tmp_path):
-    """The model of a finished run with its matrices beside the weights."""
+    """The model of a finished run with its matrices next to the weights."""
     parallel, train_state = built(checkpoint, tmp_path, *ALONE[name])
     train_state.load_weights(newest_state(run_root / name / "state", WORLD))
     return parallel.model.eval()
@@ -245,7 +245,7 @@ def test_two_ranks_export_what_one_exports(run_root):
 
 
 def test_qlora_adapters_are_merged_into_the_original_weights(run_root, checkpoint, tmp_path):
-    """Exactly the product of the matrices is added; what was trained differs by the rounding of the base, half a scale at most."""
+    """The product of the matrices is added exactly; the trained model differs by at most half a scale of the base."""
     model = trained_model(run_root, "int4", checkpoint, tmp_path)
     start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(run_root, "int4")))
     for name, layer in lora_layers(model).items():
@@ -474,7 +474,8 @@ def test_stages_that_would_need_a_merge_between_them_are_refused(run_root):
     stage = recipe[recipe.index("[[stages]]") :]
     plain, lora, int4 = "", "[stages.lora]\nrank = 4\n", "[stages.lora]\nquantize_base = 'int4'\n"
     for first, second, is_good in (
-        (plain, lora, True), (lora, lora, True), (int4, int4, True), (lora, plain, False), (plain, int4, False), (lora, int4, False),
+        (plain, lora, True), (lora, lora, True), (int4, int4, True),
+        (lora, plain, False), (plain, int4, False), (lora, int4, False),
     ):  # fmt: skip
         file = run_root / "stages.toml"
         file.write_text(recipe + first + stage.replace("learn", "more") + second)

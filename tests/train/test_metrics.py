@@ -157,10 +157,33 @@ def test_a_resumed_run_continues_its_counts():
 
 
 def test_the_log_line_of_a_record():
-    record = {"step": 1200, "loss": 1.842, "grad_norm": 0.41, "lr": {"a": 1e-5, "b": 2.9e-4}, "ms": 412.0, "text_tokens_per_s": 200e3, "image_tokens_per_s": 118e3, "mfu": 0.41, "data_wait": 0.003, "eta_s": 7740.0, "skipped": 0}  # fmt: skip
+    record = {
+        "step": 1200,
+        "loss": 1.842,
+        "grad_norm": 0.41,
+        "lr": {"a": 1e-5, "b": 2.9e-4},
+        "ms": 412.0,
+        "text_tokens_per_s": 200e3,
+        "image_tokens_per_s": 118e3,
+        "mfu": 0.41,
+        "data_wait": 0.003,
+        "eta_s": 7740.0,
+        "skipped": 0,
+    }
     line = format_line(record, 20000)
-    assert " ".join(line.split()) == "step 01200/20000 6.0% loss 1.842 grad 0.41 lr 2.9e-4 412 ms 318k tok/s mfu 41% data wait 0.3% eta 2h09m"  # fmt: skip
-    other = record | {"step": 20000, "loss": 12.5, "ms": 12345.0, "eta_s": 5.0, "mfu": None, "data_wait": 1.0, "lr": {"a": 1e-5}}  # fmt: skip
+    assert (
+        " ".join(line.split())
+        == "step 01200/20000 6.0% loss 1.842 grad 0.41 lr 2.9e-4 412 ms 318k tok/s mfu 41% data wait 0.3% eta 2h09m"
+    )
+    other = record | {
+        "step": 20000,
+        "loss": 12.5,
+        "ms": 12345.0,
+        "eta_s": 5.0,
+        "mfu": None,
+        "data_wait": 1.0,
+        "lr": {"a": 1e-5},
+    }
     assert len(format_line(other, 20000)) == len(line), "lines are aligned"
     unknown = record | dict.fromkeys(["loss", "ms", "mfu", "data_wait", "eta_s", "grad_norm"]) | {"lr": {}}
     assert len(format_line(unknown, 20000)) == len(line)

@@ -1,4 +1,4 @@
-"""Objectives: cross entropy is what it was before there was a seam, and the training loop knows no objective by name."""
+"""Objectives: cross entropy equals the plain loss, and the training loop knows no objective by name."""
 
 import ast
 import dataclasses
@@ -206,12 +206,17 @@ def test_a_run_distils_towards_its_teacher_which_stays_as_it_is(root):
     assert (teacher / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(("change", "words"), [("vocabulary", "another vocabulary"), ("width", "hidden_weight compares"), ("missing", "no such folder")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("vocabulary", "another vocabulary"), ("width", "hidden_weight compares"), ("missing", "no such folder")],
+)
 def test_a_teacher_that_does_not_fit_is_refused_before_training(root, tmp_path, change, words):
     teacher = tmp_path / "teacher"
     size = named_size("tiny")
     if change == "width":
-        size = dataclasses.replace(size, language=dataclasses.replace(size.language, hidden_size=256, rope_sections=(8, 12, 12)))  # fmt: skip
+        size = dataclasses.replace(
+            size, language=dataclasses.replace(size.language, hidden_size=256, rope_sections=(8, 12, 12))
+        )
     if change != "missing":
         initialize_random(teacher, size, dtype=torch.float32)
     if change == "vocabulary":
@@ -356,11 +361,15 @@ def test_a_resume_without_the_state_that_the_stage_started_from_says_what_to_do(
 
 def test_validation_reports_the_objective_and_the_cross_entropy_of_chosen_answers(root, pairs):
     config = preference_recipe(
-        root, "validated", "stages.0.steps=4", "stages.0.lora.rank=4", "stages.0.optimizer.lr=1e-2", "validation.every=4",
-        f'validation.sources=[{{path="{pairs}"}}]', "validation.num_generations=0",
+        root, "validated", "stages.0.steps=4", "stages.0.lora.rank=4", "stages.0.optimizer.lr=1e-2",
+        "validation.every=4", f'validation.sources=[{{path="{pairs}"}}]', "validation.num_generations=0",
     )  # fmt: skip
     train(config, device="cpu")
-    [scores] = [json.loads(line)["validation"] for line in (config.run / "metrics.jsonl").read_text().splitlines() if "validation" in line]  # fmt: skip
+    [scores] = [
+        json.loads(line)["validation"]
+        for line in (config.run / "metrics.jsonl").read_text().splitlines()
+        if "validation" in line
+    ]
     model = load_model(config.run / "checkpoints" / "step-00000004", device="cpu")
     reference, processor = load_model(root / "checkpoint", device="cpu"), Processor.load(root / "checkpoint")
     index, rules, losses, margins, count = open_index(pairs), TextRules(), 0.0, [], 0
@@ -399,7 +408,9 @@ def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
     """Odd numbers of packed sequences: one rank runs an empty micro-batch."""
     settings = {
         "distil": [f"stages.0.objective.distillation.teacher={teacher_of(root)}"],
-        "lora-dpo": ["stages.0.objective.dpo.beta=0.3", f'stages.0.data.sources=[{{path="{pairs}"}}]', "stages.0.lora.rank=4"],
+        "lora-dpo": [
+            "stages.0.objective.dpo.beta=0.3", f'stages.0.data.sources=[{{path="{pairs}"}}]', "stages.0.lora.rank=4",
+        ],
     }  # fmt: skip
     common = ["stages.0.steps=3", "stages.0.data.global_batch_size=3"]
     jobs = []

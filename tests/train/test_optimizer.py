@@ -105,7 +105,19 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names():
         parameter_groups({"language.embed_tokens.weight": 2}, OptimizerConfig(lrs={"head": 1e-4}))
 
 
-@pytest.mark.parametrize("settings", [{"lr": -1.0}, {"lrs": {"vision": math.nan}}, {"beta2": 1.0}, {"eps": 0.0}, {"weight_decay": -0.1}, {"lrs": {"(": 1.0}}, {"kind": "sgd"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"lrs": {"vision": math.nan}},
+        {"beta2": 1.0},
+        {"eps": 0.0},
+        {"weight_decay": -0.1},
+        {"lrs": {"(": 1.0}},
+        {"kind": "sgd"},
+    ],
+    ids=str,
+)
 def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError):
         decode(OptimizerConfig, settings)
@@ -143,7 +155,11 @@ def test_adamw_equals_the_optimizer_of_torch_with_its_groups():
     optimizer = build_optimizer(parameters.items(), config_of(lrs=lrs))
     reference = torch.optim.AdamW(
         [
-            {"params": [p], "lr": lrs["embedding"] if "embed" in name else 1e-2, "weight_decay": 0.1 if "layers" in name else 0.0}
+            {
+                "params": [p],
+                "lr": lrs["embedding"] if "embed" in name else 1e-2,
+                "weight_decay": 0.1 if "layers" in name else 0.0,
+            }
             for name, p in theirs.items()
         ],
         betas=(0.9, 0.95),

@@ -1,5 +1,8 @@
-"""Options against overfitting: averaged weights, augmentation, label smoothing, stochastic depth, token dropout, and the checkpoint with the
-lowest validation loss."""
+"""Options against overfitting.
+
+These are averaged weights, augmentation, label smoothing, stochastic depth, token dropout, and the checkpoint with the
+lowest validation loss.
+"""
 
 import json
 import shutil
@@ -27,7 +30,7 @@ DROPPED = ["stages.0.drop_path=0.5", "stages.0.data.token_dropout=0.2"]
 
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
-    """A plain run that exports every step, the same with an average, and that on two ranks with fsdp, there also with dropped paths."""
+    """Train and export every step: plain, with an average, and averaged on two fsdp ranks, also with drop path."""
     folder = tmp_path_factory.mktemp("overfitting")
     make_checkpoint(folder / "checkpoint")
     write_shards(folder / "shards")
@@ -126,7 +129,8 @@ def test_validating_the_average_of_a_sharded_run_does_not_change_its_training(ru
 def test_the_next_stage_starts_from_the_average(run_root, tmp_path):
     shutil.copytree(run_root / "averaged", tmp_path / "run")
     text = recipe(run_root, "two-stages").read_text() + (
-        f'[[stages]]\nname = "more"\nsteps = 2\ndata = {{ sources = [{{ path = "{run_root / "shards"}" }}], num_workers = 0 }}\n'
+        f'[[stages]]\nname = "more"\nsteps = 2\n'
+        f'data = {{ sources = [{{ path = "{run_root / "shards"}" }}], num_workers = 0 }}\n'
         "optimizer = { lr = 0.0, lrs = { projector = 1e-3 } }\n"
     )
     (tmp_path / "recipe.toml").write_text(text)

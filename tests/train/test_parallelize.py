@@ -33,7 +33,9 @@ VARIANTS = {  # hsdp has a test of its own, on four ranks
     "ddp": ["parallel.strategy=ddp", "stages.0.steps=3"],
     "zero2": ["parallel.reshard_after_forward=false", "parallel.recompute_language=full", "stages.0.steps=3"],
     "zero1": ["parallel.reshard_after_forward=false", "parallel.reduce_each_micro_batch=false", "stages.0.steps=3"],
-    "offload": ["parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3"],
+    "offload": [
+        "parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3",
+    ],
 }  # fmt: skip
 
 GLOO_THREADS = 6
@@ -61,7 +63,10 @@ def run_root(tmp_path_factory):
     jobs += [{"recipe": str(recipe(name)), "set": [*rows, *settings]} for name, settings in VARIANTS.items()]
     jobs += [
         {"recipe": str(recipe("mixed-two", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120"]},
-        {"recipe": str(recipe("mixed-ddp", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120", "parallel.strategy=ddp"]},
+        {
+            "recipe": str(recipe("mixed-ddp", mixed)),
+            "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120", "parallel.strategy=ddp"],
+        },
         {"recipe": str(recipe("one-then-two")), "set": ["stages.0.steps=5", *rows]},
         {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=3", *rows]},
         {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
@@ -74,7 +79,7 @@ def run_root(tmp_path_factory):
 
 
 def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(run_root, tmp_path):
-    """Four ranks: two replicas of two shards each; five packed sequences per step, so some ranks run an empty micro-batch."""
+    """Two replicas have two shards each; a step has five packed sequences, so some ranks run an empty micro-batch."""
     settings = ["stages.0.steps=3", "stages.0.data.global_batch_size=5"]
     recipes = {
         name: write_recipe(

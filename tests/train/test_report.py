@@ -77,7 +77,17 @@ def page_of(run):
 
 def test_every_curve_of_a_run_is_drawn(run):
     page = page_of(run)
-    for title in ("Loss", "Loss by source", "Gradient norm", "Learning rate", "Tokens per second", "Model FLOPs", "waiting for data", "Device memory", "Time of a step"):  # fmt: skip
+    for title in (
+        "Loss",
+        "Loss by source",
+        "Gradient norm",
+        "Learning rate",
+        "Tokens per second",
+        "Model FLOPs",
+        "waiting for data",
+        "Device memory",
+        "Time of a step",
+    ):
         assert title in page.text
     assert page.tags.count("polyline") == 1 + 2 + 1 + 2 + 2 + 2 + 1 + 1 + 1
     assert "captions" in page.text
@@ -110,7 +120,13 @@ def test_the_page_follows_the_readers_colour_scheme(run):
 def test_all_text_is_escaped(tmp_path):
     run = tmp_path / "a<b>&"
     run.mkdir()
-    write_lines(run / "metrics.jsonl", [record_of(s, stage=HOSTILE + str(s), source_loss={HOSTILE: 1.0}, **{HOSTILE: {HOSTILE: 2.0}}) for s in (1, 2, 3)])  # fmt: skip
+    write_lines(
+        run / "metrics.jsonl",
+        [
+            record_of(s, stage=HOSTILE + str(s), source_loss={HOSTILE: 1.0}, **{HOSTILE: {HOSTILE: 2.0}})
+            for s in (1, 2, 3)
+        ],
+    )
     write_lines(run / "samples.jsonl", [{"step": 1, "prompt": HOSTILE, "output": HOSTILE, "reference": HOSTILE}])
     write_lines(
         run / "skipped_steps.jsonl", [{"step": 1, "reason": HOSTILE, "micro_batches": [{"samples": [HOSTILE]}]}]
@@ -136,14 +152,19 @@ def test_samples_show_their_text_and_only_data_url_images(run):
 
 
 def test_skipped_steps_and_settings_are_listed(run):
-    write_lines(run / "skipped_steps.jsonl", [{"step": 42, "reason": "loss is nan", "loss": "nan", "micro_batches": [{"samples": ["shard/7"]}]}])  # fmt: skip
+    write_lines(
+        run / "skipped_steps.jsonl",
+        [{"step": 42, "reason": "loss is nan", "loss": "nan", "micro_batches": [{"samples": ["shard/7"]}]}],
+    )
     (run / "config.toml").write_text('seed = 3\n[[stages]]\nname = "align"\n[stages.optimizer]\nlr = 1e-5\n')
     page = page_of(run)
     for words in ("Skipped steps", "loss is nan", "shard/7", "stages[0].optimizer.lr", "1e-05"):
         assert words in page.text
 
 
-@pytest.mark.parametrize("records", [[], [{"step": 1}], [record_of(7)], [record_of(10, loss=None)]], ids=["none", "empty", "one", "no loss"])  # fmt: skip
+@pytest.mark.parametrize(
+    "records", [[], [{"step": 1}], [record_of(7)], [record_of(10, loss=None)]], ids=["none", "empty", "one", "no loss"]
+)
 def test_a_run_with_almost_nothing_has_a_page(tmp_path, records):
     write_lines(tmp_path / "metrics.jsonl", records)
     assert "html" in page_of(tmp_path).tags

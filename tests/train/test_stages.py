@@ -121,7 +121,7 @@ def test_run_counters_continue_across_stages_and_stage_counters_restart(whole):
 
 
 def test_optimizer_state_is_kept_only_with_continue_optimizer(whole):
-    """The projector has learned for 3 steps when the second stage takes its moments over; the third starts from zero."""
+    """The second stage takes over the projector's moments after 3 steps; the third starts from zero."""
     assert progress(whole, 4)["optimizer_steps"] == 4
     assert progress(whole, 8)["optimizer_steps"] == 1
 

@@ -1,4 +1,4 @@
-"""Distillation from logits that were computed once: the loss of the teacher itself with k = vocabulary, and no teacher in memory."""
+"""Distillation from stored logits: with k = vocabulary the loss equals the teacher's, and no teacher is in memory."""
 
 import dataclasses
 import shutil
@@ -96,7 +96,12 @@ def test_all_other_tokens_count_as_one(root, monkeypatch, chunk_rows):
 
 
 def test_a_run_has_the_losses_of_one_with_its_teacher_and_holds_none(root, monkeypatch):
-    settings = ["stages.0.steps=3", "validation.every=3", f'validation.sources=[{{path="{root / "held-out"}"}}]', "validation.num_generations=0"]  # fmt: skip
+    settings = [
+        "stages.0.steps=3",
+        "validation.every=3",
+        f'validation.sources=[{{path="{root / "held-out"}"}}]',
+        "validation.num_generations=0",
+    ]
     stored = recipe(root, "run-stored", *settings, top_k=VOCABULARY)
     compute_teacher_logits(stored, device="cpu")
     online = recipe(root, "run-online", *settings)
@@ -215,7 +220,10 @@ def test_what_cannot_be_stored_is_refused(root, settings, words):
 def test_the_command_computes_them(root):
     config = recipe(root, "command", top_k=1)
     settings = ["teacher", "top_k"]
-    values = [f"stages.0.objective.distillation.{key}={getattr(config.stages[0].objective.distillation, key)}" for key in settings]  # fmt: skip
+    values = [
+        f"stages.0.objective.distillation.{key}={getattr(config.stages[0].objective.distillation, key)}"
+        for key in settings
+    ]
     arguments = ["train", str(root / "command.toml"), "--device", "cpu", "--teacher-logits"]
     result = CliRunner().invoke(app, [*arguments, *(part for value in values for part in ("--set", value))])
     assert result.exit_code == 0, result.output

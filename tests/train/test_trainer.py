@@ -50,7 +50,7 @@ def test_twenty_steps_have_the_losses_of_transformers_with_torchs_adamw(tmp_path
 
 
 def losses_of_transformers(oracle, folder, shards, stage):
-    """The same samples one conversation at a time: their forward, torch's cross entropy, clipping, AdamW and our schedule."""
+    """Train one conversation at a time: their forward, torch's cross entropy, clipping, AdamW and our schedule."""
     model = oracle.model.train()
     groups = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -316,7 +316,7 @@ def test_a_packed_sequence_of_bad_samples_becomes_an_empty_micro_batch(tmp_path,
     seen = [0, *(record["samples"] for _, record in sorted(records(tmp_path / "run").items()))]
     samples = [after - before for before, after in pairwise(seen)]
     assert 0 in samples, "a step in which nothing was left"
-    assert 1 in samples, "a step with an empty micro-batch beside a full one"
+    assert 1 in samples, "a step with an empty micro-batch next to a full one"
     assert [loss == 0.0 for loss in losses(tmp_path / "run")] == [count == 0 for count in samples]
 
 

@@ -46,7 +46,8 @@ def test_a_launcher_with_one_process_is_a_world_of_one(monkeypatch):
     ("name", "value"),
     [
         ("RANK", "one"), ("RANK", "-1"), ("RANK", ""), ("RANK", "2"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "many"),
-        ("LOCAL_RANK", "x"), ("MASTER_PORT", "http"), ("MASTER_PORT", None), ("MASTER_ADDR", None), ("RANK", None), ("WORLD_SIZE", None),
+        ("LOCAL_RANK", "x"), ("MASTER_PORT", "http"),
+        ("MASTER_PORT", None), ("MASTER_ADDR", None), ("RANK", None), ("WORLD_SIZE", None),
     ],
 )  # fmt: skip
 def test_a_malformed_variable_is_refused_by_name(monkeypatch, name, value):

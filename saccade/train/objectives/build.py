@@ -77,7 +77,7 @@ def _reference(
 
 
 def _unadapted_reference(model: VLM, batch: Labelled, rows_S: Tensor) -> Tensor:
-    """Log-probabilities by the trained model with its adapters switched off; every rank runs the same blocks, as in training."""
+    """Compute log-probabilities with adapters switched off; every rank runs the same blocks, as in training."""
     with without_adapters(model):
         hidden_TD = model.hidden_states(batch.inputs, encode_dummy_image=batch.encode_dummy_image)
         return log_probabilities(model.head, hidden_TD[rows_S], batch.labels[rows_S])
@@ -114,9 +114,9 @@ def check_stored_logits(
         index = open_index(source.path)
         if missing := missing_shards(wanted, index, source.rules, resize, max_seq_len):
             raise DataError(
-                f"{source.path}: {len(missing)} of {len(index.shards)} shards have no logits of the teacher {config.distillation.teacher} "
-                f"with top_k {config.distillation.top_k} and max_seq_len {max_seq_len}. Compute them first: "
-                "saccade train RECIPE --teacher-logits"
+                f"{source.path}: {len(missing)} of {len(index.shards)} shards have no logits of the teacher "
+                f"{config.distillation.teacher} with top_k {config.distillation.top_k} and max_seq_len {max_seq_len}. "
+                "Compute them first: saccade train RECIPE --teacher-logits"
             )
 
 
@@ -125,7 +125,8 @@ def _check_frozen(other: Path, folder: Path, name: str) -> None:
     ours, theirs = load_model_config(folder), load_model_config(other)
     if ours.family != theirs.family:
         raise ConfigError(
-            f"the {name} {other} is a {theirs.family} model, the trained one is {ours.family}. Use a {name} of its family"
+            f"the {name} {other} is a {theirs.family} model, the trained one is {ours.family}. "
+            f"Use a {name} of its family"
         )
     mine, its = Processor.load(folder), Processor.load(other)
     if _vocabulary(folder) != _vocabulary(other):
@@ -134,7 +135,8 @@ def _check_frozen(other: Path, folder: Path, name: str) -> None:
         )
     if repr(mine.images) != repr(its.images):
         raise ConfigError(
-            f"the {name} {other} has other image settings than {folder}. Use a {name} with the same preprocessor_config.json"
+            f"the {name} {other} has other image settings than {folder}. "
+            f"Use a {name} with the same preprocessor_config.json"
         )
 
 
@@ -142,7 +144,8 @@ def _check_width(teacher: Path, folder: Path) -> None:
     widths = [load_model_config(one).language.hidden_size for one in (folder, teacher)]
     if widths[0] != widths[1]:
         raise ConfigError(
-            f"hidden_weight compares hidden states of {widths[0]} and {widths[1]} channels. Set it to 0, or use a teacher of the same width"
+            f"hidden_weight compares hidden states of {widths[0]} and {widths[1]} channels. "
+            "Set it to 0, or use a teacher of the same width"
         )
 
 

@@ -2,8 +2,9 @@
 
 Legend: S loss tokens, C rows of a chunk, D decoder width, V vocabulary.
 
-In forward, a chunk's logits live until its terms are computed; in backward they are computed again. So the head costs four products
-instead of three, and memory is a few fp32 matrices of `CHUNK_BYTES`, for any length of the packed sequence.
+In forward, a chunk's logits live until its terms are computed; in backward they are computed again. So the head costs
+four products instead of three, and memory is a few fp32 matrices of `CHUNK_BYTES`, for any length of the packed
+sequence.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def row_chunks(rows: Tensor, vocab_size: int) -> tuple[Tensor, ...]:
 
 
 def map_chunks(function: Callable[..., Tensor], *rows: Tensor, vocab_size: int) -> Tensor:
-    """`function` of chunks of all `rows` ([S, ...] each), concatenated. It computes logits of [C, vocab_size] from its rows."""
+    """Apply `function`, which computes logits [C, vocab_size], to chunks of all `rows` ([S, ...] each); concatenate."""
     parts = zip(*(row_chunks(one, vocab_size) for one in rows), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([function(*part) for part in parts])

@@ -12,7 +12,7 @@ class DistillationConfig:
     """Distillation: the student's next-token distribution follows that of a frozen teacher. See `distillation.py`."""
 
     teacher: Path
-    """Checkpoint folder of the teacher, plain or quantized, with the vocabulary and image settings of the model that is trained."""
+    """Checkpoint folder of the teacher, plain or quantized, with the vocabulary and image settings of the student."""
     teacher_dtype: Literal["bf16", "fp32"] | None = None
     """Compute dtype of the teacher; default: that of training. Every rank holds the whole teacher."""
     temperature: float = 1.0
@@ -20,9 +20,9 @@ class DistillationConfig:
     kl_weight: float = 0.5
     """Share of the KL divergence in the loss; the rest is cross entropy with the labels. 1: the teacher alone."""
     hidden_weight: float = 0.0
-    """Weight of the squared distance of the last hidden states, relative to the teacher's; needs a teacher of the same width."""
+    """Weight of the squared distance of the last hidden states, relative to the teacher's; needs the same width."""
     top_k: int | None = None
-    """Read the teacher's k most probable tokens, computed once by `saccade train RECIPE --teacher-logits`, instead of running it."""
+    """Read the teacher's k most probable tokens, stored by `saccade train RECIPE --teacher-logits`; load no teacher."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0.0:
@@ -64,7 +64,7 @@ class ObjectiveConfig:
     """What a stage optimizes: cross entropy of the next token, unless one of the sections is present."""
 
     label_smoothing: float = 0.0
-    """Share of each target's probability that is spread over the vocabulary, such as 0.1; validation is not smoothed."""
+    """Share of each target's probability spread over the vocabulary, such as 0.1; validation is not smoothed."""
     distillation: DistillationConfig | None = None
     """Learn from a teacher model."""
     dpo: PreferenceConfig | None = None

@@ -2,14 +2,16 @@
 
 Legend: T tokens, S loss tokens, C rows of a chunk, D student width, E teacher width, V vocabulary, t temperature.
 
-    loss = kl_weight * t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - kl_weight) * cross entropy + hidden_weight * |h - h'|^2 / |h'|^2
+    loss = kl_weight * t^2 KL(softmax(teacher / t) || softmax(student / t)) + (1 - kl_weight) * cross entropy
+           + hidden_weight * |h - h'|^2 / |h'|^2
 
-each a mean over the loss tokens of the step; h and h' are the last hidden states. Both heads run on chunks of rows (`chunks.py`), so
-neither model's logits exist at once. The factor t^2 keeps the gradient's scale independent of the temperature.
+each a mean over the loss tokens of the step; h and h' are the last hidden states. Both heads run on chunks of rows
+(`chunks.py`), so neither model's logits exist at once. The factor t^2 keeps the gradient's scale independent of the
+temperature.
 
-The teacher is a plain or quantized model for inference. It is neither sharded nor saved: every rank holds all of it, in its
-compute dtype or quantized, and runs it without gradients on the packed sequence of its student. Where one vocabulary is padded further than
-the other, the entries that both have are compared.
+The teacher is a plain or quantized model for inference. It is neither sharded nor saved: every rank holds all of it, in
+its compute dtype or quantized, and runs it without gradients on the packed sequence of its student. Where one
+vocabulary is padded further than the other, the entries that both have are compared.
 """
 
 import torch

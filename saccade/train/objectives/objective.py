@@ -2,12 +2,13 @@
 
 Legend: T tokens, D decoder width.
 
-The loop runs the model to its hidden states and calls `Objective.loss` once per micro-batch, inside the module that FSDP or DDP wraps.
-A term is a sum over the units of a micro-batch (loss tokens, or pairs of conversations) divided by `normalizer`, the number of units
-in the whole step: micro-batches and ranks are then simply summed, however unevenly the units are distributed.
+The loop runs the model to its hidden states and calls `Objective.loss` once per micro-batch, inside the module that
+FSDP or DDP wraps. A term is a sum over the units of a micro-batch (loss tokens, or pairs of conversations) divided by
+`normalizer`, the number of units in the whole step: micro-batches and ranks are then simply summed, however unevenly
+the units are distributed.
 
-An objective never forms the logits of a whole packed sequence: it asks the head for a loss (`Projection.cross_entropy`) or works in
-chunks of rows (`chunks.py`).
+An objective never forms the logits of a whole packed sequence: it asks the head for a loss (`Projection.cross_entropy`)
+or works in chunks of rows (`chunks.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class Objective:
     """Names of the metrics of every `LossTerms`, the same in all micro-batches of a stage."""
 
     def num_units(self, inputs: ModelInputs, num_labels: int) -> int:
-        """What a packed sequence contributes to the normaliser; on the host. Loss tokens, unless an objective counts something else."""
+        """Count on the host what a packed sequence adds to the normaliser: loss tokens by default."""
         del inputs
         return num_labels
 
@@ -74,10 +75,10 @@ class Objective:
         return None
 
     def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
-        """The labels whose cross entropy validation reports. All, unless an objective has tokens that it makes less probable."""
+        """Return the labels whose cross entropy validation reports: all, unless some are to become improbable."""
         del inputs
         return labels_T
 
     def loss(self, model: VLM, hidden_TD: Tensor, batch: Labelled, normalizer: Tensor) -> LossTerms:
-        """The terms of a micro-batch from its hidden states. `normalizer`: units of the whole step, a scalar on the device."""
+        """Return the terms of a micro-batch. `normalizer` is the units of the whole step, a scalar on the device."""
         raise NotImplementedError

@@ -3,10 +3,12 @@
 Legend: T tokens, S loss tokens, N conversations, P pairs.
 
     margin = beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))
-    loss   = -(1 - e) log sigmoid(margin) - e log sigmoid(-margin) + cross_entropy_weight * mean cross entropy of the chosen tokens
+    loss   = -(1 - e) log sigmoid(margin) - e log sigmoid(-margin)
+             + cross_entropy_weight * mean cross entropy of the chosen tokens
 
-a mean over the pairs of the step; log p sums over the loss tokens of a conversation, and e is `label_smoothing`. A sample of the shards has
-both conversations (docs/formats.md); they stand next to each other in the packed sequence, so one forward pass computes both.
+a mean over the pairs of the step; log p sums over the loss tokens of a conversation, and e is `label_smoothing`. A
+sample of the shards has both conversations (docs/formats.md); they stand next to each other in the packed sequence, so
+one forward pass computes both.
 
 The reference is the model at the start of the stage. Its log-probabilities are computed for each micro-batch without
 gradients: by the model itself with its LoRA adapters switched off, if they are new, or by a frozen model, of which
@@ -26,7 +28,7 @@ from saccade.train.objectives.config import PreferenceConfig
 from saccade.train.objectives.objective import Labelled, LossTerms, Objective
 
 Reference = Callable[[VLM, Labelled, Tensor], Tensor]
-"""(trained model, batch, rows [S]) to the reference's hidden states and head applied: log-probabilities of the labels of these rows."""
+"""Computes the reference's log-probabilities of labels from the trained model, the batch and the labels' rows [S]."""
 
 
 class PreferenceOptimization(Objective):

@@ -1,14 +1,16 @@
-"""Distillation from stored logits: the teacher's k largest log-probabilities are read from disk, and no teacher is in memory.
+"""Distillation from stored logits: the teacher's k largest log-probabilities are read from disk.
 
 Legend: S loss tokens, C rows of a chunk, D student width, V vocabulary, K stored tokens, t temperature.
 
-With p of the teacher and q of the student at temperature t, A the k tokens with the largest p, and all other tokens merged into one:
+With p of the teacher and q of the student at temperature t, A the k tokens with the largest p, and all other tokens
+merged into one:
 
-    KL_k = sum over i in A of p_i log(p_i / q_i)  +  p_rest log(p_rest / q_rest),    p_rest = 1 - sum over A of p_i,  q_rest likewise
+    KL_k = sum over i in A of p_i log(p_i / q_i)  +  p_rest log(p_rest / q_rest)
+    p_rest = 1 - sum over i in A of p_i,  q_rest likewise
     loss = kl_weight * t^2 KL_k + (1 - kl_weight) * cross entropy
 
-KL_k is at most the KL divergence over the whole vocabulary, and equal to it with k = V. The student must give the other tokens as much
-probability as the teacher does, but may distribute it as it likes.
+KL_k is at most the KL divergence over the whole vocabulary, and equal to it with k = V. The student must give the other
+tokens as much probability as the teacher does, but may distribute it as it likes.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +74,7 @@ class StoredDistillation(Objective):
         return of_chunk
 
     def _no_targets(self, batch: Labelled) -> Mapping[str, Tensor]:
-        """Of a micro-batch without loss tokens, or of a dry run."""
+        """Return the targets of a micro-batch without loss tokens, or of a dry run."""
         device = batch.labels.device
         assert batch.num_labels == 0 or device.type == "meta", "loss tokens come with stored logits"
         K = min(self._stored.config.top_k or 0, self._vocab_size)

@@ -1,17 +1,17 @@
-"""The k largest log-probabilities of a teacher for every loss token of a shard folder: where they are stored, and how they are found again.
+"""Files with the k largest log-probabilities of a teacher for every loss token of a shard folder.
 
 Legend: S loss tokens, K stored tokens of each, V vocabulary.
 
-    index/logits-FINGERPRINT/00000.safetensors     beside the lengths of shard 00000.tar
+    index/logits-FINGERPRINT/00000.safetensors     next to the lengths of shard 00000.tar
         token_ids  int32 [S, K]   tokens with the largest probability, in descending order
         log_probs  fp32  [S, K]   log p of each, of the softmax over V at the temperature of the recipe
         log_rest   fp32  [S]      log of the probability of all other tokens together; -inf where there are none
         metadata   size and kept rows of the shard; for every conversation: key of its sample, digest of its tokens, its
                    rows; length of the shortest conversation that was too long to be computed
 
-The fingerprint names the teacher's weights, the tokenizer, template and image settings, the rules that make conversations, k and the
-temperature: logits of another teacher or another tokenizer are never read. A sample with several captions has a conversation for each; the digest
-of its tokens finds the right one.
+The fingerprint names the teacher's weights, the tokenizer, template and image settings, the rules that make
+conversations, k and the temperature: logits of another teacher or another tokenizer are never read. A sample with
+several captions has a conversation for each; the digest of its tokens finds the right one.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LogitsOf:
     def fingerprint(self, rules: TextRules, resize: str) -> str:
         """Names the logits of a source."""
         settings = (
-            _VERSION, weights_digest(self.config.teacher), Processor.fingerprint(self.folder), rules, resize, self.dtype,
-            self.config.top_k, self.config.temperature,
+            _VERSION, weights_digest(self.config.teacher), Processor.fingerprint(self.folder), rules, resize,
+            self.dtype, self.config.top_k, self.config.temperature,
         )  # fmt: skip
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
@@ -74,7 +74,7 @@ class LogitsOf:
 
 @functools.lru_cache(maxsize=8)
 def weights_digest(folder: Path) -> str:
-    """Of a checkpoint's config and of blocks spread over its weight files: 16 MiB of each, so that a large one costs no minute."""
+    """Digest a checkpoint's config and 16 MiB of blocks spread over each weight file, so that a large one is quick."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(set(tensor_files(folder).values())):
         size = file.stat().st_size
@@ -87,7 +87,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def tokens_digest(token_ids: Tensor) -> str:
-    """Of the tokens of a conversation."""
+    """Digest the tokens of a conversation."""
     return hashlib.blake2b(token_ids.to(torch.int64).numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -166,7 +166,9 @@ class LogitsReader:
             found = self._rows(sample_id, tokens_digest(inputs.token_ids[begin:end]))
             num_labels = int((labels_T[begin:end] != IGNORED).sum())
             if len(found["log_rest"]) != num_labels:
-                raise DataError(f"{sample_id}: {len(found['log_rest'])} stored logits for {num_labels} loss tokens. {_REMEDY}")  # fmt: skip
+                raise DataError(
+                    f"{sample_id}: {len(found['log_rest'])} stored logits for {num_labels} loss tokens. {_REMEDY}"
+                )
             parts.append(found)
         return {name: torch.cat([part[name] for part in parts]) for name in TARGETS}
 

@@ -1,9 +1,11 @@
 """Compute the logits of the teachers of a recipe once: `saccade train RECIPE --teacher-logits`.
 
     for every source of the stages that distil from stored logits, and of validation:
-        shard -> conversations, all text variants -> packed sequences -> teacher -> top k of every loss token -> a file beside the index
+        shard -> conversations, all text variants -> packed sequences -> teacher -> top k of every loss token
+              -> a file next to the index
 
-Ranks divide the shards among themselves, and a shard whose file is there is skipped: a run that was killed continues at the next shard.
+Ranks divide the shards among themselves, and a shard whose file is there is skipped: a run that was killed continues at
+the next shard.
 """
 
 from __future__ import annotations
