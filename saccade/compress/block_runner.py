@@ -1,16 +1,17 @@
 """Run batches through a model block by block: all of them through the first block, then all through the second.
 
-A forward pass is one function of the model, and what happens between two blocks is the family's business (windows, features that enter
-later layers). So each batch runs the model's own forward pass in a thread of its own, which stops where a block is called. One thread runs at a
-time; the others wait. The caller takes the arguments of a block, computes its output with whatever weights it likes, and lets the
-thread continue to the next block.
+A forward pass is one function of the model, and what happens between two blocks is the family's business (windows,
+features that enter later layers). Each batch therefore runs the model's own forward pass in a thread of its own, which
+stops where a block is called. One thread runs at a time; the others wait. The caller takes the arguments of a block,
+computes its output with whatever weights it likes, and lets the thread continue to the next block.
 
     runner = BlockRunner(model, blocks, batches, device)
     for name in blocks:
         calls = runner.calls(name)           # batches that reached this block
         for call in calls: runner.resume(call, output)
 
-Memory: the activations of all batches at one block. Weights are the caller's: only those outside of blocks need to be loaded.
+Memory holds the activations of all batches at one block. Weights are the caller's: only those outside of blocks need
+to be loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
 HEAD = "head"
-"""The block behind the decoder. It is stopped at like the others, and its output is not used."""
+"""The block after the decoder. The threads stop at it as at the others, and its output is not used."""
 
 
 @dataclass
@@ -65,7 +66,7 @@ class BlockRunner:
 
     def _run(self, call: Call) -> None:
         self._current.call = call
-        if call.inputs.token_ids.is_cuda:  # of this thread
+        if call.inputs.token_ids.is_cuda:  # the current device is a setting of each thread
             torch.cuda.set_device(call.inputs.token_ids.device)
         try:
             with torch.no_grad():
@@ -124,7 +125,7 @@ class BlockRunner:
 
 
 def model_blocks(model: VLM) -> dict[str, nn.Module]:
-    """The blocks in the order of the forward pass: of the tower, the projector, of the decoder, the head unless it is the embedding."""
+    """The blocks in the order of the forward pass: tower, projector, decoder, and a head that is not the embedding."""
     blocks: dict[str, nn.Module] = {f"vision.blocks.{i}": block for i, block in enumerate(model.vision.blocks)}
     blocks["projector"] = model.projector
     blocks |= {f"language.layers.{i}": layer for i, layer in enumerate(model.language.layers)}

@@ -1,9 +1,10 @@
 """Calibration samples: conversations with their images from shard folders, spread evenly over sources and image sizes.
 
-    shard folders -> strata (folder, source, image size) -> one sample of each stratum in turn -> conversations -> packed batches
+    shard folders -> strata (folder, source, image size) -> one sample of each stratum in turn
+    -> conversations -> packed batches
 
-Samples are drawn in one order for a seed: the first are for calibration, those behind them for verification (`skip`), so that no sample is
-used for both. For comparison, images can be left out (`text`), or tokens drawn at random (`random`).
+Samples are drawn in one order for a seed: the first are for calibration, those after them for verification (`skip`), so
+that no sample is used for both. For comparison, images can be left out (`text`), or tokens drawn at random (`random`).
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class CalibrationConfig:
     kind: Kind = "images"
     """images: as they are; text: without their images; random: random tokens of the same lengths."""
     image_weight: float | Literal["balanced"] = 1.0
-    """How much an image token counts in the decoder beside a text token; balanced: all image tokens as much as all text tokens."""
+    """How much an image token counts in the decoder; a text token counts 1.
+
+    balanced: all image tokens together count as much as all text tokens."""
     max_tokens: int = 4096
     """Tokens of a packed batch; longer samples are left out."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of the draw."""
 
     def __post_init__(self) -> None:
         if not self.shards:
@@ -75,8 +78,8 @@ def load_batches(
     if not samples:
         kind = NoSamplesLeftError if num_skipped else DataError
         raise kind(
-            f"{', '.join(config.shards)}: no sample can be used (up to {config.max_tokens} tokens each, {skip} left for "
-            "calibration). Give more samples"
+            f"{', '.join(config.shards)}: no sample can be used (up to {config.max_tokens} tokens each, "
+            f"{skip} left for calibration). Give more samples"
         )
     if config.kind == "random":
         generator = torch.Generator().manual_seed(config.seed)
@@ -94,7 +97,7 @@ def image_weight(config: CalibrationConfig, batches: list[ModelInputs]) -> float
 
 
 def fingerprint(config: CalibrationConfig) -> str:
-    """Of the settings and of the shards' index: equal for an equal draw."""
+    """A hash of the settings and of the shards' indexes: equal for an equal draw."""
     indexes = [open_index(path).fingerprint for path in config.shards]
     return hashlib.sha256(json.dumps([dataclasses.asdict(config), indexes]).encode()).hexdigest()[:16]
 

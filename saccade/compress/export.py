@@ -1,10 +1,11 @@
-"""Write a compressed checkpoint folder as `compressed-tensors` defines it, so that other engines load it (docs/formats.md).
+"""Write a compressed checkpoint folder as `compressed-tensors` defines it, for other engines too (docs/formats.md).
 
     projections and their schemes -> `quantization_config`: config groups with targets, ignored layers
     tensors of finished blocks + tensors that are kept -> the folder of the original, with other weights
 
-Names are exact: every layer is listed as it is called on disk and in `transformers`. Regular expressions would be shorter, but engines that
-rename modules translate plain names only. With one group its target is the class `Linear`, and layers that are kept are ignored.
+Names are exact: every layer is listed as it is called on disk and in `transformers`. Regular expressions would be
+shorter, but engines that rename modules translate plain names only. With one group its target is the class `Linear`,
+and layers that are kept are ignored.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def quantization_config(
 ) -> dict[str, Any]:
     """The `quantization_config` of a model.
 
-    `schemes`: of every projection by its name in the model; None: it is kept. `on_disk`: names in the folder, by name in the model.
-    `ordered`: projections whose inputs GPTQ rounded in the order of their activity; only groups of inputs say so, since
-    compressed-tensors up to 0.15 refuses it of layers with one scale per output. `kv_cache`: form of keys and values.
+    `schemes`: how every projection is stored, by its name in the model; None: it is kept.
+    `on_disk`: names in the folder, by name in the model.
+    `ordered`: projections whose inputs GPTQ rounded in the order of their activity. Only projections with groups of
+    inputs say so: compressed-tensors up to 0.15 refuses an order for layers with one scale per output.
+    `kv_cache`: form of keys and values.
     """
     groups: dict[tuple[StoredScheme, bool], list[str]] = {}
     ignore: list[str] = []
@@ -81,7 +84,13 @@ def _group(scheme: StoredScheme, targets: list[str], *, is_ordered: bool) -> dic
         "actorder": "weight" if is_ordered else None,
     }
     is_static = scheme.has_input_scale
-    inputs = {"num_bits": 8, "type": kind, "symmetric": not scheme.has_input_zero_point, "strategy": "tensor" if is_static else "token", "dynamic": not is_static}  # fmt: skip
+    inputs = {
+        "num_bits": 8,
+        "type": kind,
+        "symmetric": not scheme.has_input_zero_point,
+        "strategy": "tensor" if is_static else "token",
+        "dynamic": not is_static,
+    }
     return {
         "targets": targets,
         "weights": weights,

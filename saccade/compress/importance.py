@@ -2,14 +2,15 @@
 
 Legend: T tokens, D inputs, C channels of an MLP, G key/value heads.
 
-A unit is a channel of an MLP, a key/value head with the query heads that share it, or a layer. The first two are inputs x_TD of a
-projection (`down_proj`, `o_proj`):
+A unit is a channel of an MLP, a key/value head with the query heads that share it, or a layer. The first two are
+inputs x_TD of a projection (`down_proj`, `o_proj`):
 
-    taylor       sum over tokens of (x * d loss / d x)^2: the first-order change of the loss when the input of one token is removed, squared.
-                 Changes are not added up over tokens first: of a trained model they cancel out
+    taylor       sum over tokens of (x * d loss / d x)^2: the first-order change of the loss when the input of one token
+                 is removed, squared; changes are not added up over tokens first, since in a trained model they cancel
     activation   sum over tokens of x^2
 
-Changes of the inputs of a head are added up before they are squared. A layer's importance is the loss of the model without it.
+Changes of the inputs of a head are added up before they are squared. A layer's importance is the loss of the model
+without it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MeasuredLinear(Projection):
         self.squares_D = torch.zeros(layer.in_features)
         """Sum of x^2 over the tokens so far."""
         self.changes_U = torch.zeros(layer.in_features // group_size)
-        """Sum of the squared changes of the loss, of each unit."""
+        """Sum of the squared changes of the loss, for each unit."""
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
@@ -48,7 +49,9 @@ class MeasuredLinear(Projection):
         self.squares_D = self.squares_D.to(x.device) + rows_TD.square().sum(0)
         if torch.is_grad_enabled():
             x = x.detach().requires_grad_() if not x.requires_grad else x.view_as(x)
-            x.register_hook(lambda slope: self._add(rows_TD * slope.float().view_as(rows_TD)))  # type: ignore[no-untyped-call]
+            x.register_hook(  # type: ignore[no-untyped-call]
+                lambda slope: self._add(rows_TD * slope.float().view_as(rows_TD))
+            )
         return self.layer.linear(x)
 
     def _add(self, change_TD: Tensor) -> None:
@@ -127,7 +130,7 @@ def skipped(layer: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockLayers:
-    """Names of the projections whose inputs are units, of one transformer layer."""
+    """Names of the projections of one transformer layer whose inputs are units."""
 
     mlp_out: str
     attention_out: str
@@ -135,7 +138,7 @@ class BlockLayers:
 
 
 def block_layers(model: VLM, prefix: str, block: nn.Module) -> BlockLayers:
-    """Of the layer `prefix`: the last projection of its MLP reads the channels, that of its attention the heads."""
+    """The names of the layer `prefix`: the last projection of its MLP reads channels, that of its attention heads."""
     mlp = [name for name, _ in projections(block.get_submodule("mlp"))]
     attention = "attn" if hasattr(block, "attn") else "self_attn"
     names = [name for name, _ in projections(block.get_submodule(attention))]

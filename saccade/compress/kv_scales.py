@@ -1,7 +1,7 @@
 """Static scales of keys and values, for engines whose KV cache has 8 bits and one scale per layer.
 
-Keys are measured as they are cached: after RoPE. The scales are the largest magnitude over the calibration samples divided by half of the
-range, as compressed-tensors defines them; its tensors are `k_scale` and `v_scale` of a layer's attention.
+Keys are measured as they are cached: after RoPE. A scale is the largest magnitude over the calibration samples divided
+by half of the range, as compressed-tensors defines it; its tensors are `k_scale` and `v_scale` of a layer's attention.
 """
 
 from __future__ import annotations

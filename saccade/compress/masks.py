@@ -29,7 +29,9 @@ def write_masked(
     keep: float,
     parts: Sequence[Part],
 ) -> int:
-    """Write a copy of the folder without the weights of these parts' layers that count least, output by output; returns how many are zero."""
+    """Write a copy of the folder in which the weights that count least are zero; returns how many they are.
+
+    Weights of these parts' layers are compared with those of the same output."""
     num_zeros = 0
     prefixes = tuple(f"{BLOCKS[part]}." for part in parts)
     names = [name for name, module in projections(model) if type(module) is Linear and name.startswith(prefixes)]
@@ -58,7 +60,7 @@ def _largest(score_ND: Tensor, keep: float) -> Tensor:
 
 
 def _two_of_four(score_ND: Tensor) -> Tensor:
-    """[N, D] bool: two of every four inputs; inputs behind the last whole four stay."""
+    """[N, D] bool: two of every four inputs; inputs after the last whole four stay."""
     whole = score_ND.shape[1] // 4 * 4
     groups = score_ND[:, :whole].unflatten(1, (-1, 4))  # type: ignore[no-untyped-call]
     kept = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(2, dim=2).indices, True).flatten(1)

@@ -1,11 +1,12 @@
 """Pick a mixed scheme: the best within a size, or the smallest within a loss.
 
-    try every uniform scheme -> sensitivity, in the best method of each form -> the mixed scheme with the least sum of KL divergences -> try it
+    try every uniform scheme -> sensitivity, in the best method of each form
+    -> the mixed scheme with the least sum of KL divergences -> try it
 
-A trial compresses as `saccade compress` would, and compares with the original on the calibration samples. Losses of groups are close to
-additive, so the best mixed scheme within a size is a knapsack, solved exactly over sizes in small steps. Close is not equal, so the trials decide:
-the mixed scheme is taken if it is nearer to the original than every uniform scheme that fits. What is picked is therefore at least as good on
-these samples as every uniform scheme of its size.
+A trial compresses as `saccade compress` would, and compares with the original on the calibration samples. Losses of
+groups are close to additive, so the best mixed scheme within a size is a knapsack, solved exactly over sizes in small
+steps. Close is not equal, so the trials decide: the mixed scheme is taken if it is nearer to the original than every
+uniform scheme that fits. On these samples the choice is therefore at least as good as every uniform scheme of its size.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def choose_scheme(
 ) -> Choice:
     """Pick the scheme of the best quality within a size, or of the least size within a loss.
 
-    `folder`: where trials are written, and removed again. Sensitivity is measured on the first of the calibration's samples, trials on
-    all of them. Costs eight or nine compressions, with `max_loss` up to fourteen.
+    `folder`: where trials are written, and removed again. Sensitivity is measured on the first of the calibration's
+    samples, trials on all of them. The cost is eight or nine compressions, with `max_loss` up to fourteen.
     """
     if target_size is not None:
         _check_reachable(smallest_ratio(Source(checkpoint)), target_size)
@@ -135,7 +136,9 @@ class Picker:
         self._predicted = {trial.scheme: predicted_ratio(source, trial.scheme) for trial in self._uniform}
 
     def _methods(self) -> dict[Form, Method]:
-        """The method of each form: that of the best uniform scheme. Of one group alone the differences between methods are noise."""
+        """The method of each form: that of the best uniform scheme.
+
+        For one group alone the differences between methods are noise."""
         ranked = sorted(self._uniform, key=lambda trial: trial.fidelity.kl, reverse=True)
         return {rule.form: rule.method for trial in ranked for rule in trial.scheme.rules}
 
@@ -153,9 +156,10 @@ class Picker:
         return self.trials[scheme]
 
     def within_size(self, target: float) -> Scheme:
-        """The scheme nearest to the original within `target` of its bytes: the mixed one by sensitivity, or a uniform one."""
+        """The scheme nearest to the original within `target` of its bytes: the mixed one, or a uniform one."""
         fitting = [trial for trial in self._uniform if trial.ratio <= target]
-        # Sizes are predicted a little too high: first a mixed scheme as large, by prediction, as the uniform schemes that do fit.
+        # Sizes are predicted a little too high, so the first mixed scheme may be as large, by prediction, as the
+        # uniform schemes that do fit.
         for bound in (max([target, *(self._predicted[trial.scheme] for trial in fitting)]), target):
             mixed = self._try_mixed(bound, f"mixed-{target:.4g}")
             if mixed.ratio <= target:
@@ -163,7 +167,9 @@ class Picker:
         return _best(fitting or [mixed])
 
     def within_loss(self, max_loss: float) -> Scheme:
-        """The smallest mixed scheme whose perplexity rises by `max_loss` at most, or a uniform scheme that is better and no larger."""
+        """The smallest mixed scheme whose perplexity rises by `max_loss` at most.
+
+        A uniform scheme that is better and no larger is preferred."""
         low, high, best = self.sensitivity.smallest_ratio + 1e-6, 1.0, None
         for _ in range(_BISECTIONS):
             target = (low + high) / 2
@@ -204,7 +210,8 @@ def choose_within_size(sensitivity: Sensitivity, target: float) -> dict[str, Can
 def _check_reachable(least: float, target: float) -> None:
     if least > target:
         raise ConfigError(
-            f"--target-size {target:g}: the smallest mixed scheme has {least:.3f} of the bytes, embeddings and norms included. Give {least + 0.005:.2f} or more"
+            f"--target-size {target:g}: the smallest mixed scheme has {least:.3f} of the bytes, "
+            f"embeddings and norms included. Give {least + 0.005:.2f} or more"
         )
 
 

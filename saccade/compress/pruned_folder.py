@@ -120,7 +120,7 @@ def _with_changes(raw: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[s
 
 
 def _cut_layer_lists(described: dict[str, Any], before: ModelConfig, after: ModelConfig) -> None:
-    """Lists with an entry for each decoder layer: all entries are equal in the models we read, so the first ones stay."""
+    """Shorten lists with an entry for each decoder layer; all entries are equal in the models we read."""
     for section in (described, described.get("text_config")):
         listed = section.get("layer_types") if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(listed, list) and len(listed) == before.language.num_layers:

@@ -1,17 +1,19 @@
-"""Pruning: remove the units of a model that matter least, and write a smaller checkpoint folder; or mask single weights.
+"""Pruning: remove the units of a model that matter least, or mask single weights, and write a checkpoint folder.
 
     load -> measure importance on samples -> choose what stays -> slice the tensors -> write -> compare the loss
 
-**Structured** pruning removes channels of MLPs, key/value heads with their query heads, or whole layers, of the tower and of the decoder.
-What remains is an ordinary model with a smaller `config.json`, which `transformers` loads, and which is faster by what was removed. All
-layers of a part keep the same number of channels and heads, since a config has one number for all of them; which ones, each layer
-decides by itself.
+**Structured** pruning removes channels of MLPs, key/value heads with their query heads, or whole layers, of the tower
+and of the decoder. What remains is an ordinary model with a smaller `config.json`: `transformers` loads it, and it is
+faster by what was removed. All layers of a part keep the same number of channels and heads, since a config has one
+number for all of them; each layer decides by itself which ones it keeps.
 
-**Masks** set single weights to zero: the smallest of each output (`unstructured`), or two of every four inputs (`2:4`). A weight counts by its
-magnitude times the size of its input (Wanda). The folder has the same size and runs at the same speed: no kernel here skips zeros.
+**Masks** set single weights to zero: the smallest of each output (`unstructured`), or two of every four inputs (`2:4`).
+A weight counts by its magnitude times the size of its input (Wanda). The folder has the same size and runs at the same
+speed: no kernel here skips zeros.
 
-Not every unit can be removed: the head dim of most families is hidden size / number of heads, so that a model with fewer heads is another
-model (`heads` is refused there, and always in towers); vision layers whose output enters the decoder, and decoder layers it enters, stay.
+Not every unit can be removed. The head dim of most families is hidden size / number of heads, so a model with fewer
+heads is another model: `heads` is refused there, and always in towers. Vision layers whose output enters the decoder
+stay, and so do the decoder layers it enters.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class PruningConfig:
     kind: Kind = "structured"
     """structured: a smaller model; unstructured, 2:4: zeros in a model of the same size."""
     units: tuple[Unit, ...] = ("channels",)
-    """structured: what is removed. With layers and others, whole layers go first and the others make up the rest."""
+    """What structured pruning removes. Of several units, whole layers go first and the others make up the rest."""
     parts: tuple[Part, ...] = ("vision", "language")
     """Parts that are pruned."""
     measure: Measure = "activation"
@@ -143,7 +145,7 @@ def prune(
 def _samples(
     checkpoint: Path, calibration: CalibrationConfig, model: VLM
 ) -> tuple[list[ModelInputs], list[ModelInputs]]:
-    """Batches to measure importance on, and to compare losses on: others, where the shards have more."""
+    """Batches to measure importance on, and batches to compare losses on: other ones, if the shards have more."""
     processor, vocab_size = Processor.load(checkpoint), model.config.language.vocab_size
     batches = load_batches(calibration, processor, vocab_size)
     try:
@@ -170,7 +172,8 @@ def _prune_structured(
     smaller = smaller_config(model.config, plans)
     if smaller == model.config:
         raise ConfigError(
-            f"no whole unit fits into the {1 - config.keep:.0%} to be removed. Lower --keep, or remove smaller units: --units channels"
+            f"no whole unit fits into the {1 - config.keep:.0%} to be removed. Lower --keep, or remove smaller units: "
+            "--units channels"
         )
     report.kept = {part: sizes_of(smaller, part) for part in config.parts}
     report.speed = "faster by the products that are gone: the model is smaller"
@@ -184,29 +187,29 @@ def _check_heads(model: ModelConfig, config: PruningConfig) -> None:
         return
     if model.language.explicit_head_dim is None:
         raise ConfigError(
-            "heads cannot be removed from this family: its head dim is hidden size / number of heads, so fewer heads are another model. "
-            "Use --units channels, layers, or both"
+            "heads cannot be removed from this family: its head dim is hidden size / number of heads, so fewer heads "
+            "are another model. Use --units channels, layers, or both"
         )
     if "vision" in config.parts and config.units == ("heads",):
         raise ConfigError("heads cannot be removed from a tower. Add --parts language, or other units")
 
 
 def _share_of_layers(model: VLM, config: PruningConfig) -> float:
-    """Share of the parameters of the pruned layers that stays, so that the model keeps `config.keep`; the rest is not pruned."""
+    """Share of the parameters of the pruned layers that stays, so that the model keeps `config.keep`."""
     blocks = [model.get_submodule(BLOCKS[part]) for part in config.parts]
     total = sum(parameter.numel() for parameter in model.parameters())
     pruned = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     share = 1.0 - (1.0 - config.keep) * total / pruned
     if share <= 0.0:
         raise ConfigError(
-            f"the layers of {' and '.join(config.parts)} have {pruned / total:.0%} of the parameters; without them {1 - pruned / total:.0%} would "
-            f"remain. Use a --keep above that, or more --parts"
+            f"the layers of {' and '.join(config.parts)} have {pruned / total:.0%} of the parameters; without them "
+            f"{1 - pruned / total:.0%} would remain. Use a --keep above that, or more --parts"
         )
     return share
 
 
 def _plan_part(model: VLM, part: Part, batches: Sequence[ModelInputs], config: PruningConfig, keep: float) -> PartPlan:
-    """What stays of a part, of whose parameters the share `keep` does."""
+    """What stays of a part so that it keeps the share `keep` of its parameters."""
     blocks = list(model.get_submodule(BLOCKS[part]))  # type: ignore[call-overload]
     names = {i: block_layers(model, f"{BLOCKS[part]}.{i}", block) for i, block in enumerate(blocks)}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
@@ -278,8 +281,8 @@ def _share_of_units(
     share = 1.0 - (size - budget) / max(1, num_layers * removable)
     if share <= 0.0:
         raise ConfigError(
-            f"{part}: removing {' and '.join(units)} cannot bring its layers to {budget / size:.0%} of their parameters. Raise --keep, or add "
-            "units: --units layers,channels"
+            f"{part}: removing {' and '.join(units)} cannot bring its layers to {budget / size:.0%} of their "
+            "parameters. Raise --keep, or add units: --units layers,channels"
         )
     return share
 

@@ -1,19 +1,21 @@
-"""Round a weight to few bits: to nearest, by GPTQ, by AWQ; and move magnitude from activations to weights (SmoothQuant, AWQ).
+"""Round weights to few bits (to nearest, GPTQ, AWQ), and move magnitude from activations to them (SmoothQuant, AWQ).
 
 Legend: T tokens, N outputs, D inputs, Z groups of inputs that share a scale, G inputs of a group.
 
-Every method is a function of a weight [N, D] in fp32 and of the statistics of its input. With X [T, D] the rows that a projection reads, the
-error of a rounded weight W' is
+Every method is a function of a weight [N, D] in fp32 and of the statistics of its input. With X [T, D] the rows that a
+projection reads, the error of a rounded weight W' is
 
     |X (W' - W)'|^2 = tr (W' - W) H (W' - W)',   H = X'X [D, D]
 
-so that the Gram matrix H stands for all tokens, and no activations are kept. Scales are stored in the dtype of the checkpoint, and
-weights are rounded with the stored scale: what is measured here is what an engine computes.
+so that the Gram matrix H stands for all tokens, and no activations are kept. Scales are stored in the dtype of the
+checkpoint, and weights are rounded with the stored scale: what is measured here is what an engine computes.
 
     rtn          scale = largest of a group / half the range, values to nearest
-    gptq         columns one after another, most active first; what a column's rounding loses is made up for by those that follow
-    awq          inputs are scaled by (mean magnitude)^a before rounding, a searched; groups are clipped where that lowers the error
-    smoothquant  inputs are scaled by (largest activation)^a / (largest weight)^(1 - a), a searched: activations become easier to round
+    gptq         columns one after another, most active first; columns that follow make up for what a column loses
+    awq          inputs are scaled by (mean magnitude)^a before rounding, a searched;
+                 groups are clipped if clipping lowers the error
+    smoothquant  inputs are scaled by (largest activation)^a / (largest weight)^(1 - a), a searched:
+                 activations become easier to round
 
 The scale s of inputs is moved out: W s is stored, and the norm before the projection divides by s (`run.py`).
 """
@@ -39,8 +41,9 @@ _RANGES = {"int4": (-8, 7, 7.5), "int8": (-128, 127, 127.5), "fp8": (-448, 448, 
 _EXPONENTS = tuple(index / 10 for index in range(11))
 _CLIPS = tuple(1 - index / 20 for index in range(10))
 _SMOOTHING_GAIN = 0.8
-"""Squared error that SmoothQuant's scale must get below, as a share of the error without: smaller gains are those of the few rows it is
-measured on."""
+"""Squared error that SmoothQuant's scale must get below, as a share of the error without it.
+
+Smaller gains are chance: the error is measured on a few rows."""
 _GPTQ_COLUMNS = 128
 _ROWS_KEPT = 256
 
@@ -63,9 +66,11 @@ class Statistics:
 
     @staticmethod
     def of_unit_inputs(num_inputs: int, device: torch.device) -> Statistics:
-        """Of inputs between -1 and 1, for a layer that the forward pass never runs."""
+        """Statistics of inputs between -1 and 1, for a layer that the forward pass never runs."""
         statistics = Statistics(num_inputs, device)
-        statistics.largest_D, statistics.lowest_D, statistics.highest_D = statistics.largest_D + 1, statistics.lowest_D - 1, statistics.highest_D + 1  # fmt: skip
+        statistics.largest_D = statistics.largest_D + 1
+        statistics.lowest_D = statistics.lowest_D - 1
+        statistics.highest_D = statistics.highest_D + 1
         return statistics
 
     def add(self, x_TD: Tensor, weight_T: Tensor | None = None) -> None:
@@ -83,7 +88,7 @@ class Statistics:
         self.rows_TD = kept[:: -(-len(kept) // _ROWS_KEPT)] if len(kept) > _ROWS_KEPT else kept
 
     def scaled(self, scale_D: Tensor) -> Statistics:
-        """Of the rows divided by `scale_D`."""
+        """Statistics of the rows divided by `scale_D`."""
         other = Statistics.__new__(Statistics)
         other.gram_DD = self.gram_DD / scale_D.unsqueeze(0) / scale_D.unsqueeze(1)
         other.magnitude_D, other.largest_D = self.magnitude_D / scale_D, self.largest_D / scale_D
@@ -104,7 +109,7 @@ class QuantizedWeight:
     zero_point: Tensor | None = None
     """[N, Z]: zero points of asymmetric weights."""
     input_scale: Tensor | None = None
-    """[1] fp32: of activations that have one scale per layer."""
+    """[1] fp32: scale of activations that have one per layer."""
     input_zero_point: Tensor | None = None
     """[1] int8: their zero point, if they are asymmetric."""
 
@@ -141,7 +146,7 @@ def stored_scheme(rule: Rule, num_inputs: int) -> StoredScheme:
 
 
 def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype) -> QuantizedWeight:
-    """Round a weight by the method of its rule. `dtype`: of the scales."""
+    """Round a weight by the method of its rule. `dtype`: dtype of the scales."""
     quantized = _quantize_weight(weight_ND, rule, statistics, dtype)
     if not rule.static:
         return quantized
@@ -157,7 +162,7 @@ def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype
 
 
 def asymmetric_range(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale [1] fp32 and zero point [1] int8 with which the lowest activation becomes -128 and the highest 127; 0 is stored exactly."""
+    """Scale [1] fp32 and zero point [1] int8: the lowest activation becomes -128, the highest 127, and 0 is exact."""
     scale = ((highest.clamp_min(0) - lowest.clamp_max(0)) / 255).clamp_min(1e-6).reshape(1).float()
     return scale, (-128 - lowest.clamp_max(0) / scale).round().clamp(-128, 127).to(torch.int8)
 
@@ -177,8 +182,9 @@ def _quantize_weight(
 def relative_error(
     weight_ND: Tensor, quantized: QuantizedWeight, statistics: Statistics, out_scale_N: Tensor | None = None
 ) -> float:
-    """Of the projection's output, |X (W' - W)'| / |X W'|, over the tokens of calibration. `out_scale_N`: what its outputs were
-    multiplied with, which is undone here."""
+    """Error of the projection's output, |X (W' - W)'| / |X W'|, over the tokens of calibration.
+
+    `out_scale_N`: what its outputs were multiplied with, which is undone here."""
     lost_ND = quantized.dequantize().float() - weight_ND
     if out_scale_N is not None:
         lost_ND, weight_ND = lost_ND / out_scale_N.unsqueeze(1), weight_ND / out_scale_N.unsqueeze(1)
@@ -205,7 +211,9 @@ class Grid:
 
     @staticmethod
     def of(weight_ND: Tensor, scheme: StoredScheme, dtype: torch.dtype, clip: float = 1.0) -> Grid:
-        """Grid from the largest weights, scaled by `clip`. Groups on a grid already keep it (quantization-aware training)."""
+        """Grid from the largest weights, scaled by `clip`.
+
+        Groups that are on a grid already keep it (quantization-aware training)."""
         low, high, half_range = _RANGES[scheme.form]
         groups_NZG = _groups(weight_ND, scheme)
         tiny = torch.finfo(dtype).tiny
@@ -273,9 +281,9 @@ def _diagonal_blocks(gram_DD: Tensor, num_groups: int) -> Tensor:
 def gptq(weight_ND: Tensor, grid: Grid, gram_DD: Tensor, damping: float = 0.01) -> Tensor:
     """[N, D] values of a grid by GPTQ, columns in the order of their activity.
 
-    With H^-1 = U'U, U upper triangular: rounding column i loses e = (w_i - q_i) / U_ii, and later columns j are changed by -e U_ij.
-    Groups stay where they are, so that the result is stored like any other. Columns are updated in panels: within a panel at once, behind
-    it by one product.
+    With H^-1 = U'U, U upper triangular: rounding column i loses e = (w_i - q_i) / U_ii, and later columns j are changed
+    by -e U_ij. Groups stay where they are, so that the result is stored like any other. Columns are updated in panels:
+    those of the panel at once, those after it by one product.
     """
     order_D = torch.argsort(gram_DD.diagonal(), descending=True)
     upper_DD = _inverse_factor(gram_DD[order_D][:, order_D], damping)
@@ -299,7 +307,9 @@ def gptq(weight_ND: Tensor, grid: Grid, gram_DD: Tensor, damping: float = 0.01) 
 
 
 def _inverse_factor(gram_DD: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with (H + damping * mean of the diagonal)^-1 = U'U. Damping is raised until the factor exists."""
+    """U, upper triangular, with (H + damping * mean of the diagonal)^-1 = U'U.
+
+    Damping is raised until the factor exists."""
     diagonal_D = gram_DD.diagonal()
     mean = diagonal_D.mean().clamp_min(1e-20)
     while damping < 1e6:
@@ -318,7 +328,9 @@ def _inverse_factor(gram_DD: Tensor, damping: float) -> Tensor:
 
 
 def awq_scale(weights: Sequence[Tensor], rules: Sequence[Rule], statistics: Statistics, dtype: torch.dtype) -> Tensor:
-    """[D]: the scale of inputs with the lowest error of all projections that read them, one per exponent of their mean magnitude."""
+    """[D]: the scale of inputs with the lowest error of all projections that read them.
+
+    One scale is tried for each exponent of their mean magnitude."""
     magnitude_D = (statistics.magnitude_D / statistics.magnitude_D.mean().clamp_min(1e-20)).clamp_min(1e-4)
     best, lowest = torch.ones_like(magnitude_D), torch.inf
     for exponent in _EXPONENTS:
@@ -336,7 +348,9 @@ def awq_scale(weights: Sequence[Tensor], rules: Sequence[Rule], statistics: Stat
 def smooth_scale(
     weights: Sequence[Tensor], rules: Sequence[Rule], statistics: Statistics, dtype: torch.dtype
 ) -> Tensor:
-    """[D]: the scale of inputs with the lowest error of the 8-bit product itself, activations rounded too, on some rows."""
+    """[D]: the scale of inputs with the lowest error of the 8-bit product itself, on some rows.
+
+    Activations are rounded too."""
     largest_D = statistics.largest_D.clamp_min(1e-5)
     largest_weight_D = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp_min(1e-5)
 

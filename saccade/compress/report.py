@@ -1,6 +1,6 @@
-"""The report of a compression: original and compressed model in one table, errors of layers, sensitivity. HTML, JSON, text.
+"""The report of a compression: original and compressed model in one table, errors of layers, sensitivity.
 
-It is written to `compression/` in the compressed folder.
+It is written to `compression/` in the compressed folder, as HTML, JSON and text.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ModelRow:
     name: str
     """original, or the scheme."""
     disk_bytes: int
-    """Of its weight files."""
+    """Bytes of its weight files."""
     memory_bytes: int | None = None
-    """Of its weights in memory; None: it was not loaded."""
+    """Bytes of its weights in memory; None: it was not loaded."""
     perplexity: float | None = None
-    """On the held-out samples."""
+    """Perplexity on the held-out samples."""
     kl: float | None = None
     """KL divergence of the original from it."""
     agreement: float | None = None
@@ -69,14 +69,17 @@ def fidelity_rows(report: CompressReport, fidelity: Fidelity | None, memory: tup
 
 
 def table(rows: Sequence[ModelRow]) -> list[list[str]]:
-    """The table of the field: scheme, size, memory, perplexity, scores, speed. The first line is the head; columns without values are left out."""
+    """The table of the field: scheme, size, memory, perplexity, scores, speed.
+
+    The first line is the head; columns without values are left out."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     speeds = list(dict.fromkeys(name for row in rows for name in row.speed))
     lines = [
         ["scheme", "disk", "memory", "perplexity", "KL", "same token", *scores, *(_SPEEDS[name] for name in speeds)]
     ]
     for row in rows:
-        cells = [row.name, _size(row.disk_bytes), _size(row.memory_bytes), _number(row.perplexity), _number(row.kl), _percent(row.agreement)]  # fmt: skip
+        cells = [row.name, _size(row.disk_bytes), _size(row.memory_bytes)]
+        cells += [_number(row.perplexity), _number(row.kl), _percent(row.agreement)]
         cells += [_score(row.scores.get(name)) for name in scores]
         lines.append(cells + [_number(row.speed.get(name)) for name in speeds])
     used = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
@@ -127,7 +130,8 @@ def summary(report: CompressReport) -> list[str]:
         error, _, name = max(measured)
         mean = sum(own / rtn for own, rtn, _ in measured if rtn) / len(measured)
         lines.append(
-            f"error of a projection's output: {error:.2%} at most ({name}), {mean:.2f} times that of rounding to nearest on average"
+            f"error of a projection's output: {error:.2%} at most ({name}), "
+            f"{mean:.2f} times that of rounding to nearest on average"
         )
     return lines
 

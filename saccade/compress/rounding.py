@@ -1,7 +1,7 @@
 """Round the projections of one block by their rules: search and fold scales, then quantize each weight.
 
-The one place where statistics of calibration become stored weights: `run.py` calls it block by block, `sensitivity.py` on one group of
-projections alone, so that a form costs there what it costs in the compressed folder.
+Statistics of calibration become stored weights here only: `run.py` calls it block by block, `sensitivity.py` for one
+group of projections alone, so that a form costs there what it costs in the compressed folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class RoundedProjection:
     scheme: StoredScheme
     """How it is stored."""
     num_inputs: int
-    """Of its weight."""
+    """Inputs of its weight."""
     method: str
     """What rounded it: to nearest without statistics, whatever the rule says."""
     error: float | None
     """Relative error of its output over the tokens of calibration; None: without calibration, or not computed."""
     rtn_error: float | None
-    """The same rounded to nearest."""
+    """The same error when it is rounded to nearest."""
 
 
 def round_projections(
@@ -43,10 +43,12 @@ def round_projections(
     is_reached: bool = True,
     computes_errors: bool = True,
 ) -> dict[str, RoundedProjection]:
-    """Round projections of a block. In `tensors`, those of the block as the checkpoint has them, their weights are replaced, and norms and
-    biases that scales were folded into.
+    """Round projections of a block.
 
-    `is_reached`: whether calibration samples run through this part of the model; its blocks without statistics are then never run.
+    `tensors`: those of the block as the checkpoint has them; weights of projections are replaced here, and norms and
+    biases that scales are folded into.
+    `is_reached`: whether calibration samples run through this part of the model; its blocks without statistics are then
+    never run.
     `computes_errors`: whether errors of outputs are computed.
     """
     originals = {layer: tensors[f"{layer}.weight"] for layer in rules}

@@ -1,12 +1,14 @@
 """Compress a checkpoint folder: the flow, one block of the model at a time.
 
-    check -> load what is outside of blocks -> for every block: load, observe, fold scales, round, save, run again -> write the folder
+    check -> load what is outside of blocks -> for every block: load, observe, fold scales, round, save, run again
+    -> write the folder
 
-Only one block is in memory, with the activations of the calibration batches at its input. A block is observed with its original
-weights, and the next one gets the output of the compressed one: what is rounded later makes up for what was lost before.
+Only one block is in memory, with the activations of the calibration batches at its input. A block is observed with its
+original weights, and the next one gets the output of the compressed one: what is rounded later makes up for what was
+lost before.
 
-A finished block is saved in `OUT.partial`. A run that was killed continues behind the last one: the batches run through the finished
-blocks as they were saved, without calibration, so that the result is the same to the last bit.
+A finished block is saved in `OUT.partial`. A run that was killed continues after the last finished block: the batches
+run through the finished blocks as they were saved, without calibration, so that the result is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from saccade.processor import Processor
 logger = logging.getLogger(__name__)
 
 OnBlock = Callable[[str, int, int], None]
-"""Called behind every block with its name, the number of finished blocks and of all."""
+"""Called after every block with its name, the number of finished blocks and of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class LayerReport:
     """How one projection was compressed."""
 
     name: str
-    """In the model."""
+    """Its name in the model."""
     form: str
     """int8, fp8, int4."""
     method: str
@@ -67,7 +69,7 @@ class LayerReport:
     error: float | None = None
     """Relative error of its output over the tokens of calibration; None without calibration."""
     rtn_error: float | None = None
-    """The same rounded to nearest."""
+    """The same error when it is rounded to nearest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,9 @@ class CompressReport:
     scheme: str
     """Name of the scheme."""
     bytes_before: int
-    """Of the original's weight files."""
+    """Bytes of the original's weight files."""
     bytes_after: int
-    """Of the compressed weight files."""
+    """Bytes of the compressed weight files."""
     layers: list[LayerReport] = field(default_factory=list)
     """Compressed projections in the order of the model."""
     kept: list[str] = field(default_factory=list)
@@ -112,7 +114,8 @@ def compress(
 ) -> CompressReport:
     """Write a compressed copy of a checkpoint folder.
 
-    `scheme`: a built-in name, a TOML file, or a `Scheme`. `calibration`: shard folders, or a `CalibrationConfig`; needed by GPTQ and AWQ.
+    `scheme`: a built-in name, a TOML file, or a `Scheme`.
+    `calibration`: shard folders, or a `CalibrationConfig`; GPTQ and AWQ need it.
     """
     checkpoint, out, device = Path(checkpoint), Path(out), resolve_device(device)
     scheme = scheme if isinstance(scheme, Scheme) else load_scheme(scheme)
@@ -120,7 +123,8 @@ def compress(
         calibration = CalibrationConfig(shards=tuple(map(str, calibration)))
     if scheme.needs_calibration and calibration is None:
         raise ConfigError(
-            f"scheme {scheme.name} needs calibration samples: --calibration SHARDS, or use one without: int8-rtn, fp8, w4a16-rtn"
+            f"scheme {scheme.name} needs calibration samples: --calibration SHARDS, "
+            "or use one without: int8-rtn, fp8, w4a16-rtn"
         )
     run = _Run(checkpoint, out, scheme, calibration, device)
     run.compress_blocks(on_block)
@@ -256,7 +260,7 @@ class _Run:
     def _observe(
         self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner
     ) -> tuple[dict[str, Statistics], KVObserver | None]:
-        """Statistics of the projections' inputs over all batches, and of keys and values, with the original weights."""
+        """Statistics of the projections' inputs and of keys and values over all batches, with the original weights."""
         self._load_block(name, tensors, {})
         observer, plain = Observer(), {layer: self.model.get_submodule(layer) for layer in rules}
         kv = KVObserver() if self._has_kv_scales(name) else None
@@ -292,7 +296,7 @@ class _Run:
     # -------------------------------------------------------------- the folder
 
     def write(self) -> CompressReport:
-        """Write the compressed folder from the finished blocks and the tensors that are kept, and remove what was saved on the way."""
+        """Write the compressed folder from the finished blocks and the kept tensors, and remove the saved blocks."""
         schemes: dict[str, StoredScheme | None] = {}
         for name, layer in projections(self.model):
             rule = self.rules.get(name)
@@ -331,17 +335,22 @@ class _Run:
 
 
 def _name_on_disk(ours: str, on_disk: Mapping[str, str]) -> str:
-    """Of a tensor that the original may not have: beside the weight of its layer, or the projections of its attention."""
+    """The name of a tensor on disk; one that the original lacks is named after a weight next to it."""
     if ours in on_disk:
         return on_disk[ours]
     layer, _, last = ours.rpartition(".")
-    beside = f"{layer}.q_proj.weight" if ours.endswith(KV_SCALES) else f"{layer}.weight"
-    return on_disk[beside].removesuffix("q_proj.weight" if ours.endswith(KV_SCALES) else "weight") + last
+    neighbour = f"{layer}.q_proj.weight" if ours.endswith(KV_SCALES) else f"{layer}.weight"
+    return on_disk[neighbour].removesuffix("q_proj.weight" if ours.endswith(KV_SCALES) else "weight") + last
 
 
 def _note(
-    rule: Rule, stated: Rule | None, scheme: StoredScheme, num_inputs: int, statistics: Statistics | None, runner: BlockRunner | None
-) -> str:  # fmt: skip
+    rule: Rule,
+    stated: Rule | None,
+    scheme: StoredScheme,
+    num_inputs: int,
+    statistics: Statistics | None,
+    runner: BlockRunner | None,
+) -> str:
     """What differs from the scheme, whose rule is `stated`."""
     notes = []
     wanted = rule.group_size or 128
@@ -357,7 +366,7 @@ def _note(
 
 
 class _Partial:
-    """Finished blocks beside the output folder, so that a killed run continues."""
+    """Finished blocks in a folder next to the output folder, so that a killed run continues."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
         self.folder = out.with_name(f"{out.name}.partial")
@@ -392,5 +401,5 @@ class _Partial:
             return {name: opened.get_tensor(name) for name in opened.offset_keys()}, reports
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove the folder of finished blocks."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -3,9 +3,9 @@
     a norm before projections        norm / s, each projection's inputs * s
     up before down of a gated MLP    outputs of up / s, inputs of down * s       (silu(gate) * up is linear in up)
 
-Which norm feeds which projections is said by the block (`normed_inputs`), which projection is scaled with another by the MLP
-(`scaled_pair`). A block that says nothing is rounded without scales. A scale is moved only if every projection that reads the
-input is rounded by the same method, so that no weight that is kept changes.
+The block says which norm feeds which projections (`normed_inputs`), and the MLP which projection is scaled with another
+(`scaled_pair`). A block that says nothing is rounded without scales. A scale is moved only if every projection that
+reads the input is rounded by the same method, so that no weight that is kept changes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Scales:
     """What the weights of a block were multiplied with, by projection."""
 
     inputs: dict[str, Tensor]
-    """[D]."""
+    """[D]: scales of inputs."""
     outputs: dict[str, Tensor]
-    """[N]."""
+    """[N]: scales of outputs."""
 
 
 def fold_scales(
@@ -42,8 +42,8 @@ def fold_scales(
 ) -> Scales:
     """Search the scales of a block's inputs, and move them out of its projections.
 
-    `weights`: tensors of the block in fp32, those of projections are changed here. `stored`: as in the checkpoint; norms and biases are
-    changed here.
+    `weights`: tensors of the block in fp32; those of projections are changed here.
+    `stored`: tensors as in the checkpoint; norms and biases are changed here.
     """
     folded = Scales({}, {})
     for up, down in _scaled_pairs(block, prefix):

@@ -14,10 +14,11 @@
 
     kv_cache = "fp8"                   # above the rules; fp8 or int8: keys and values of decoder attention
 
-The first rule that matches a projection decides; a projection that no rule matches is kept. Built-in schemes have names (`BUILT_IN`).
+The first rule that matches a projection decides; a projection that no rule matches is kept. Built-in schemes have
+names (`BUILT_IN`).
 
-A group size that does not divide the inputs of a layer is replaced by the largest of 128, 64, 32 that does, or by one scale per output; the
-report names these layers.
+A group size that does not divide the inputs of a layer is replaced by the largest of 128, 64, 32 that does, or by one
+scale per output; the report names these layers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Rule:
     form: Form
     """keep: as it is; int8, fp8: weights and activations in 8 bits; int4: weights in 4 bits, activations in 16."""
     method: Method = "rtn"
-    """How weights are rounded: to nearest, GPTQ, AWQ, or to nearest behind SmoothQuant's migration."""
+    """How weights are rounded: to nearest, GPTQ, AWQ, or to nearest after SmoothQuant's migration."""
     layers: str | None = None
     """Blocks of the part, such as 0-13,20; None: all."""
     projections: tuple[str, ...] = ()
@@ -72,7 +73,8 @@ class Rule:
             raise ConfigError(f"group_size is for form int4, not {self.form!r}. Remove it")
         if not self.symmetric and self.form != "int4" and not (self.form == "int8" and self.static):
             raise ConfigError(
-                f"symmetric = false is for form int4, and for int8 with static = true; form {self.form!r} has no zero point"
+                "symmetric = false is for form int4, and for int8 with static = true; "
+                f"form {self.form!r} has no zero point"
             )
         if self.group_size is not None and not _is_group_size(self.group_size):
             raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
@@ -89,11 +91,11 @@ class Rule:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it cannot do without statistics of the inputs. SmoothQuant without them is round to nearest."""
+        """Whether the rule needs statistics of the inputs. SmoothQuant without them rounds to nearest."""
         return self.method in ("gptq", "awq") or self.static
 
     def matches(self, name: str) -> bool:
-        """Whether it is about a projection, by its name in the model."""
+        """Whether the rule is about a projection, by its name in the model."""
         numbers = self.layer_numbers
         if part_of(name) != self.part or (numbers is not None and layer_of(name) not in numbers):
             return False
@@ -107,9 +109,11 @@ class Scheme:
     rules: tuple[Rule, ...]
     """The first match decides."""
     name: str = "custom"
-    """In reports."""
+    """Its name in reports."""
     kv_cache: Literal["fp8", "int8"] | None = None
-    """8-bit form of keys and values that the folder is meant for, with scales from calibration; None: the dtype of the model."""
+    """8-bit form of keys and values that the folder is meant for, with scales from calibration.
+
+    None: the dtype of the model."""
 
     def rule(self, name: str) -> Rule | None:
         """The rule of a projection; None: it is kept."""
@@ -118,7 +122,7 @@ class Scheme:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether any rule or the KV cache does."""
+        """Whether any rule or the KV cache needs statistics."""
         return self.kv_cache is not None or any(rule.needs_calibration for rule in self.rules)
 
     @property
@@ -127,7 +131,7 @@ class Scheme:
         return self.kv_cache is not None or any(rule.method != "rtn" or rule.static for rule in self.rules)
 
     def with_group_size(self, group_size: int) -> Scheme:
-        """With other groups of int4 weights."""
+        """The scheme with other groups of int4 weights."""
         rules = [replace(rule, group_size=group_size) if rule.form == "int4" else rule for rule in self.rules]
         return replace(self, rules=tuple(rules))
 
@@ -162,7 +166,7 @@ def _parse_layers(text: str) -> frozenset[int]:
 
 
 _MAX_DIGITS = 4
-"""Of a block's number, so that a range stays small. `check_scheme` knows how many blocks there are."""
+"""Digits of a block's number, so that a range stays small. `check_scheme` knows how many blocks there are."""
 
 
 # ------------------------------------------------------------------ built-in schemes
@@ -186,7 +190,7 @@ BUILT_IN: dict[str, Scheme] = {
         _uniform("w4a16-awq", "int4", "awq", _BLOCKS),
     )
 }
-"""The head is kept in all, the projector in those of 4 bits."""
+"""Built-in schemes by name. All keep the head, those of 4 bits keep the projector too."""
 
 
 def load_scheme(name_or_file: str | Path) -> Scheme:
@@ -203,7 +207,9 @@ def load_scheme(name_or_file: str | Path) -> Scheme:
 
 
 def check_scheme(scheme: Scheme, names: list[str]) -> None:
-    """Refuse rules that match no projection of a model: a mistyped range must not pass silently. Rules that keep may match none."""
+    """Refuse rules that match no projection of a model: a mistyped range must not pass silently.
+
+    Rules that keep may match none."""
     for rule in scheme.rules:
         is_narrow = rule.layers is not None or bool(rule.projections)
         found = sorted({layer_of(name) for name in names if part_of(name) == rule.part} - {None})  # type: ignore[type-var]
@@ -212,9 +218,11 @@ def check_scheme(scheme: Scheme, names: list[str]) -> None:
             last_parts = sorted({name.rpartition(".")[2] for name in names if part_of(name) == rule.part})
             raise ConfigError(
                 f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers or 'all'} and projections "
-                f"{', '.join(rule.projections) or 'all'} matches no projection. Correct it: {blocks}, its projections {', '.join(last_parts)}"
+                f"{', '.join(rule.projections) or 'all'} matches no projection. Correct it: {blocks}, "
+                f"its projections {', '.join(last_parts)}"
             )
         if rule.form != "keep" and found and max(rule.layer_numbers or (0,)) > (found[-1] or 0):
             raise ConfigError(
-                f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers} goes beyond the model. Correct it: {blocks}"
+                f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers} goes beyond the model. "
+                f"Correct it: {blocks}"
             )

@@ -1,8 +1,9 @@
-"""Sensitivity: what the output loses when one group of projections is compressed, in every form that a mixed scheme may give it.
+"""Sensitivity: what the output loses when one group of projections is compressed, in every form of a mixed scheme.
 
-A group is what a block multiplies one input with: queries, keys and values; the output of attention; gate and up; down. A projector is
-one group, and so is a head. Each is rounded alone in every candidate form, by the code that will compress it (`rounding.py`) and with
-statistics of the original's activations, and the output is compared with the original's (`verify.py`).
+A group is what a block multiplies one input with: queries, keys and values; the output of attention; gate and up; down.
+A projector is one group, and so is a head. Each is rounded alone in every candidate form, by the code that will
+compress it (`rounding.py`) and with statistics of the original's activations. The output is then compared with the
+original's (`verify.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from saccade.model.weights import load_tensor
 from saccade.processor.inputs import ModelInputs
 
 OnStep = Callable[[str, int, int], None]
-"""Called behind every group or trial with its name, the number of finished ones and of all."""
+"""Called after every group or trial with its name, the number of finished ones and of all."""
 _ENTRY_BYTES = 140
-"""Of one more tensor in the header of a file, and its padding."""
+"""Bytes of one more tensor in the header of a file, and of its padding."""
 CANDIDATES: tuple[tuple[Form, int | None], ...] = (("int8", None), ("int4", 32), ("int4", 128))
 """Forms and group sizes that are tried besides keeping a group."""
 
@@ -46,9 +47,9 @@ class Candidate:
     method: Method = "rtn"
     """How its weights are rounded."""
     group_size: int | None
-    """Of int4."""
+    """Group size of int4."""
     num_bytes: int
-    """Of its projections in this form."""
+    """Bytes of its projections in this form."""
     kl: float
     """KL divergence of the output when only this group is in this form."""
     loss_change: float
@@ -60,15 +61,15 @@ class Sensitivity:
     """What every form of every group costs."""
 
     candidates: dict[str, list[Candidate]]
-    """By group, in the order of the model; the first keeps it."""
+    """Candidates by group, in the order of the model; the first keeps it."""
     projections: dict[str, list[str]]
     """Projections of each group."""
     other_bytes: int
-    """Tensors that are kept in any case."""
+    """Bytes of tensors that are kept in any case."""
 
     @property
     def original_bytes(self) -> int:
-        """With every group kept."""
+        """Bytes with every group kept."""
         return self.other_bytes + sum(options[0].num_bytes for options in self.candidates.values())
 
     @property
@@ -93,8 +94,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Round every group alone in every form, and compare. `model` is the original; its weights are the same afterwards.
 
-    `batches`: samples of calibration, on the device of the model; both the statistics and the comparison are of them. `methods`: how each
-    form is rounded.
+    `batches`: samples of calibration, on the device of the model, for both the statistics and the comparison.
+    `methods`: how each form is rounded.
     """
     model.requires_grad_(False)
     reference, groups = Reference(model, batches), _groups(source)

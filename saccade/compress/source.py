@@ -34,12 +34,12 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight files."""
+        """Bytes of the weight files."""
         return sum(file.stat().st_size for file in set(self.files.values()))
 
     @functools.cached_property
     def num_bytes_per_weight(self) -> int:
-        """Bytes of a number of the decoder's weights."""
+        """Bytes of one number in the decoder's weights."""
         [tensor] = self.read(["language.norm.weight"], torch.device("cpu")).values()
         return tensor.element_size()
 
@@ -69,8 +69,8 @@ class Source:
         check_scheme(scheme, [name for name, layer in projections(self.model) if type(layer) is Linear])
         if self.model.config.tied_head and (rule := scheme.rule(HEAD)) is not None:
             raise ConfigError(
-                f"scheme {scheme.name}: a rule stores the head in {rule.form}, but the head of {self.folder} is the embedding "
-                "(tie_word_embeddings), which is kept. Remove the rule of part head"
+                f"scheme {scheme.name}: a rule stores the head in {rule.form}, but the head of {self.folder} is the "
+                "embedding (tie_word_embeddings), which is kept. Remove the rule of part head"
             )
         found = {name: scheme.rule(name) for name in self.plain_projections()}
         rules = {name: rule for name, rule in found.items() if rule is not None}
@@ -79,7 +79,9 @@ class Source:
         return rules
 
     def can_store(self, rule: Rule) -> bool:
-        """Whether others load projections of this form: `transformers` initializes the packed weights of some towers, and fails."""
+        """Whether other libraries load projections of this form.
+
+        `transformers` initializes the packed weights of some towers, and fails."""
         return self.family.packs_tower or rule.form != "int4" or rule.part != "vision"
 
 

@@ -1,7 +1,7 @@
-"""Compare a compressed model with the original on held-out samples: KL divergence of the next token, loss and perplexity.
+"""Compare a compressed model with the original on held-out samples: KL divergence of the next token, and perplexity.
 
-Only tokens of assistant turns count: what the model is asked to say. The original's hidden states at these tokens are kept, and its
-head; its logits are computed again in chunks, so that no more than one chunk of full logits exists.
+Only tokens of assistant turns count: what the model is asked to say. The original's head and its hidden states at these
+tokens are kept; its logits are computed again in chunks, so that no more than one chunk of full logits exists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fidelity:
     loss: float
     """Mean cross entropy of the samples' own tokens, in nats."""
     original_loss: float
-    """The original's."""
+    """The original's mean cross entropy."""
     agreement: float
     """Share of tokens where both have the same most probable next token."""
     num_tokens: int
@@ -65,7 +65,7 @@ class Fidelity:
 def verify(
     original: Path, compressed: Path, batches: Sequence[ModelInputs], *, device: str | torch.device = "auto"
 ) -> tuple[Fidelity, tuple[int, int]]:
-    """Compare two folders on samples. Also the bytes of both models in memory."""
+    """Compare two folders on samples; returns the bytes of both models in memory too."""
     place = resolve_device(device)
     model = load_model(original, device=place)
     reference, before = Reference(model, [batch.to(place) for batch in batches]), memory_bytes(model)
@@ -95,13 +95,13 @@ class Reference:
         return [model.hidden_states(b).index_select(0, rows) for b, rows in zip(self._batches, self._rows, strict=True)]
 
     def compare(self, model: VLM) -> Fidelity:
-        """A model beside the original."""
+        """Compare a model with the original."""
         measures_T4 = self._measures(model)
         kl, original_loss, loss, agreement = measures_T4.mean(0).tolist()
         return Fidelity(kl=kl, loss=loss, original_loss=original_loss, agreement=agreement, num_tokens=len(measures_T4))
 
     def kl_by_conversation(self, model: VLM) -> Tensor:
-        """[C, 2]: the sum of KL divergences and the number of tokens of each conversation, for intervals of a difference."""
+        """[C, 2]: the sum of KL divergences and the number of tokens of each conversation."""
         kl_T, ids, num_conversations = self._measures(model)[:, 0], [], 0
         for batch, rows in zip(self._batches, self._rows, strict=True):
             ids.append(num_conversations + torch.bucketize(rows, batch.cu_seqlens[1:], right=True).cpu())
@@ -111,7 +111,7 @@ class Reference:
 
     @torch.no_grad()
     def _measures(self, model: VLM) -> Tensor:
-        """[T, 4] fp64: KL divergence, loss of the original, loss, and whether the most probable next token is the same, by token."""
+        """[T, 4] fp64, by token: KL divergence, loss of the original, loss, equal choice of the next token."""
         found = []
         for theirs, ours, labels in zip(self._hidden, self._states(model), self._labels, strict=True):
             for start in range(0, len(labels), _CHUNK):
