@@ -53,7 +53,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Lint runs beside the first tests: it needs one core, and many tests wait for processes.
+# Lint runs concurrently with the first tests: it needs one core, and many tests wait for processes.
 test:
 	@$(MAKE) --no-print-directory --jobs 2 $(READY) chromium
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest

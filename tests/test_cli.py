@@ -115,7 +115,7 @@ def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
 HEEDS_CTRL_C = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from saccade.cli.entry import run; run()"
 )
-"""As in a terminal, also where the test run was started in the background: its children ignore SIGINT."""
+"""Handles SIGINT as in a terminal; children of a test run in the background would ignore it."""
 
 
 @pytest.mark.parametrize(("ending", "status"), [("ctrl-c", 130), ("closed pipe", 141)])
@@ -211,7 +211,7 @@ run()
 
 @pytest.mark.parametrize("module", ["typer", "saccade.serve", "torch._C", "saccade.serve.supervisor"])
 def test_ctrl_c_while_a_server_starts_ends_it_without_a_traceback(module, checkpoint):
-    """At the import of a module: of the command line, of the server, in that of torch, after it."""
+    """Ctrl-C comes at the import of a module: of the command line, of the server, within that of torch, after it."""
     command = [sys.executable, "-c", STOPS_AT.format(module=module), "serve", str(checkpoint), "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stderr) == (130, "")

@@ -109,7 +109,7 @@ def _keys(content):
 
 @pytest.mark.parametrize("block", [one for one in BLOCKS if one.language == "bash"], ids=str)
 def test_commands_in_documents_exist_with_their_options(block):
-    """Also of blocks that are not run."""
+    """Blocks that are not run are checked too."""
     from typer.main import get_command
 
     from saccade.cli import app

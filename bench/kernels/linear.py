@@ -91,7 +91,7 @@ def main() -> None:
         weight = torch.randn(num_outputs, num_inputs, dtype=dtype)
         packed = prepack(weight)
         for num_tokens in TOKENS:
-            if name == "head" and num_tokens > 8:  # of a prompt only the last token is sampled from
+            if name == "head" and num_tokens > 8:  # only the last token of a prompt is sampled from
                 continue
             x, flops = torch.randn(num_tokens, num_inputs, dtype=dtype), 2 * num_tokens * weight.numel()
             plain_s = best_seconds(lambda: linear_reference(x, weight))  # noqa: B023  called at once

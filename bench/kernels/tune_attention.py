@@ -258,7 +258,7 @@ def main() -> None:
 
 def report(case_name: str, case: Case, results: list[dict[str, Any]]) -> None:
     """The three best settings of each kernel for one case, and what failed."""
-    share = {"forward": 1.0, "query_gradient": 1.5, "key_gradient": 2.0}  # of forward's FLOPs, as executed
+    share = {"forward": 1.0, "query_gradient": 1.5, "key_gradient": 2.0}  # relative to the FLOPs that forward executes
     for kernel in dict.fromkeys(result["kernel"] for result in results):
         timed = sorted((r for r in results if r["kernel"] == kernel and r["ms"] is not None), key=lambda r: r["ms"])
         print(f"{case_name}, {kernel}:", flush=True)

@@ -5,7 +5,7 @@ that `--help` is fast. Importing the package imports nothing, so that `entry.py`
 moment.
 """
 
-TYPE_CHECKING = False  # that of typing, which takes a while to import
+TYPE_CHECKING = False  # the constant of `typing`, which takes a while to import
 if TYPE_CHECKING:
     from saccade.cli.commands import app as app
     from saccade.cli.commands import main as main

@@ -63,7 +63,7 @@ class StructuredOutput:
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `from_dict` is the inverse."""
+        """Return the constraint as JSON; `from_dict` is the inverse."""
         value = getattr(self, self.kind)
         return {self.kind: list(value) if isinstance(value, tuple) else value}
 

@@ -24,7 +24,7 @@ def group_scales(groups_NZG: Tensor, lowest: int, highest: int, dtype: torch.dty
     largest_NZ = groups_NZG.float().abs().amax(2)
     scale_NZ = largest_scales(groups_NZG, lowest, highest, dtype)
     if groups_NZG.is_meta or not _grid_scales(groups_NZG[:4], largest_NZ[:4], lowest, highest, dtype)[1].any():
-        return scale_NZ  # all of a layer lies on a grid or none of it, so a few outputs are enough
+        return scale_NZ  # either all weights of a layer are on a grid or none, so a few outputs are enough
     found_NZ, is_on_grid_NZ = _grid_scales(groups_NZG, largest_NZ, lowest, highest, dtype)
     return torch.where(is_on_grid_NZ, found_NZ, scale_NZ)
 

@@ -59,7 +59,7 @@ _TRANSPOSES = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By EXIF orientation. (Pillow's `exif_transpose` rewrites the EXIF, which fails on a damaged tag.)"""
+"""Transpositions by EXIF orientation. (Pillow's `exif_transpose` rewrites the EXIF, which fails on a damaged tag.)"""
 _START_OF_SCAN = b"\xff\xda"
 _USUAL_SCANS = 10
 """Scans of a progressive JPEG as libjpeg writes it."""

@@ -61,7 +61,7 @@ class Visual:
 
     @property
     def spans(self) -> list[FeatureSpan]:
-        """Its spans of features."""
+        """Spans of features of the image or video."""
         return feature_spans(self.parts)
 
 

@@ -143,7 +143,7 @@ class Job(ABC, Generic[_Channel, _Result]):
 
     @abstractmethod
     def __str__(self) -> str:
-        """Its name in log lines."""
+        """Name of the job in log lines."""
 
 
 class WorkerPool(Generic[_Channel]):

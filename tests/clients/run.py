@@ -22,7 +22,7 @@ from serve.running import RunningServer  # noqa: E402
 from saccade.serve.keys import create_key  # noqa: E402
 
 TIMEOUT_S = 300
-"""For one script."""
+"""Timeout of one script."""
 SETTINGS = ("engine.num_pages=800",)
 
 

@@ -137,7 +137,7 @@ def test_whole_images_of_as_many_pixels_as_allowed_fit_the_buffers(model, folder
 
 
 def test_features_do_not_depend_on_earlier_batches(model):
-    """Not even through padding: the same images give the same bits after any other batch."""
+    """The same images give the same bits after any other batch, padding included."""
     encoder = encoder_of(model)
     for seed, grids in enumerate([*BATCHES.values(), *reversed(BATCHES.values())]):
         images = images_of(grids, seed)
@@ -195,7 +195,7 @@ def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
 
 @pytest.mark.parametrize("num_parts", [ENCODER_PARTS, 3 * ENCODER_PARTS])
 def test_a_pass_that_is_not_captured_runs_in_parts_as_well(folder, monkeypatch, num_parts):
-    """Also with more parts than blocks, and on a CPU with several groups of images."""
+    """The cases have more parts than blocks, and on a CPU several groups of images."""
     monkeypatch.setattr("saccade.engine.device.encoder._CPU_PATCHES", 24)
     model = load_model(folder, device="cpu").requires_grad_(False)
     encoder, images = encoder_of(model, budgets=()), images_of([(1, 4, 6), (1, 2, 2)])

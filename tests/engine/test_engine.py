@@ -70,7 +70,7 @@ def test_completions_equal_plain_generation(engine, folder, conversations):
 
 
 def test_a_video_longer_than_wide_completes_as_plain_generation_does(engine, folder):
-    """Its time positions are larger than its spatial ones; text and output continue after the largest of all axes."""
+    """The video's time positions exceed its spatial ones; text and output continue after the largest of all axes."""
     frames = [picture(28, 28, seed) for seed in range(16)]
     messages = [
         {"role": "user", "content": [{"type": "video", "video": frames, "fps": 0.5}, {"type": "text", "text": "what"}]}

@@ -81,7 +81,7 @@ def test_steps_padded_to_a_captured_size_give_the_same_tokens(folder, seed):
 
 
 def test_requests_that_arrive_while_a_step_runs_get_their_tokens(folder, monkeypatch):
-    """As on a GPU, where a step takes a while: requests arrive one by one while it is waited for."""
+    """A step takes a while, as on a GPU; requests arrive one by one during the step."""
     prompts, expected = plain(folder, 0, 40, 16)
     chosen = [i for i, prompt in enumerate(prompts) if prompt.images][:12]
     core = make_core(folder, EngineConfig(num_pages=200, max_length=512))

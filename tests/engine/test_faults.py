@@ -258,7 +258,7 @@ def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
 
 
 def test_requests_that_share_a_bad_image_all_fail(folder):
-    """Also a request that reads the image for the last time in the step that encodes it for another request."""
+    """One request reads the image for the last time in the step that encodes it for another request."""
     prompts, _ = plain(folder, 1, 50, 12)
     prompt = next(p for p in prompts if len(p.images) == 1)
     core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)

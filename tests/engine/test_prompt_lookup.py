@@ -345,7 +345,7 @@ def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes)
 
 @pytest.mark.parametrize("reads_last_token", [True, False])
 def test_drafts_follow_the_first_token_of_their_chunk(reads_last_token):
-    """Also a first token that the host knows, when a request resumes with one token to compute."""
+    """The host knows the first token when a request resumes with one token to compute."""
     prompt = text_prompt(list(range(100, 106)))
     inputs = RequestInputs(Request(id="r", token_ids=prompt.token_ids), prompt)
     builder = InputBuilder(max_requests=2, page_size=4, max_pages=16, num_kv_slots=64, num_features=64)

@@ -656,7 +656,7 @@ def test_a_step_that_only_starts_encodings_is_a_plan_without_chunks():
 
 
 def test_the_slots_of_an_image_in_flight_are_not_reused():
-    """Not even if its request has ended: the encoder still writes to them."""
+    """The encoder still writes to the slots, even if the request has ended."""
     scheduler = make(encoder_slots=1, keeps_prefixes=False)
     added(scheduler, ask("a", 8, [image(b"i", 0, 4)]), ask("b", 8, [image(b"j", 0, 4)]))
     plan = scheduler.plan()

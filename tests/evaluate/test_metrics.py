@@ -291,7 +291,7 @@ def test_yes_and_no_are_read_from_the_first_sentence(answer, expected):
 
 
 def test_an_empty_answer_is_yes_and_a_refused_example_is_wrong():
-    """As in POPE's evaluator, whose words for no an empty answer has not. A refused example is not an answer."""
+    """POPE's evaluator looks for words for no, which an empty answer lacks. A refused example is not an answer."""
     records = [
         {"id": "0", "references": ["yes"], "answer": ""},
         {"id": "1", "references": ["no"], "answer": ""},

@@ -471,7 +471,7 @@ MMMU_ANSWERS = {
 
 @pytest.mark.parametrize("layout", ["data/validation-00000-of-00001.parquet", "{}/validation-00000-of-00001.parquet"])
 def test_mmmu_shows_its_images_where_they_are_mentioned(tmp_path, layout):
-    """As one file, and with a folder for each subject."""
+    """The benchmark is one file, or has a folder for each subject."""
     for row in MMMU:
         subject = row["id"].partition("_")[2].rpartition("_")[0]
         path = tmp_path / "data" / layout.format(subject)

@@ -236,7 +236,7 @@ def test_beam_search_is_recorded_for_tasks_that_generate_and_told_in_the_report(
 
 
 def test_results_of_an_earlier_version_are_neither_resumed_nor_compared(walls, tmp_path):
-    """Their answers were scored otherwise and their images named otherwise: nothing of both is mixed."""
+    """The earlier version scored answers and named images differently, so results of both are not mixed."""
     config = config_of(walls, tmp_path / "out", "vqa")
     evaluate(ColourModel(), config)
     path = tmp_path / "out" / "settings.json"

@@ -279,7 +279,7 @@ def test_offsets_beyond_32_bits(device):
     x = torch.randn(2, 4096, device=device, dtype=torch.bfloat16)
     with launch.forced("triton"):
         out = small_linear.small_linear(x, weight)
-        tiles = small_linear._tiles_for(*weight.shape)  # those of few rows add up in another order
+        tiles = small_linear._tiles_for(*weight.shape)  # tiles of few rows add up in another order
         assert torch.equal(out[:, -8:], small_linear._run(x, weight[-8:], None, tiles=tiles)[0])
     assert not out[:, :-8].any()
 

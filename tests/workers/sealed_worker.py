@@ -73,7 +73,7 @@ ATTEMPTS = {
     "a BPF program": lambda: system_call(321, 0, None, 0),
     "memory that is code": map_code,
 }
-"""By x86-64 numbers where Python has no function."""
+"""Actions that must fail; x86-64 numbers of system calls are used if Python has no function."""
 POSSIBLE = {
     "threads": run_thread,
     "a sleep": lambda: time.sleep(0.001),

@@ -57,7 +57,7 @@ def shared_pool():
 
 @pytest.fixture
 def pool(shared_pool):
-    """Its counters from zero."""
+    """The shared pool, with its counters at zero."""
     shared_pool.submit(Echo({})).result(TIMEOUT_S)  # starts workers that an earlier test has lost
     wait_for(lambda: len(shared_pool.pids) == 2)
     shared_pool.num_crashes = 0

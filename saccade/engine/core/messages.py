@@ -15,7 +15,7 @@ class AddRequest:
     request: Request
     """The request to serve."""
     prompt: TokenPrompt
-    """Its tokens, positions and patches."""
+    """Tokens, positions and patches of the request."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class WorkLeft(NamedTuple):
     num_requests: int
     """Requests that do not decode yet."""
     num_prompt_tokens: int
-    """Their prompt tokens that are not computed."""
+    """Prompt tokens of these requests that are not computed."""
     num_ready_tokens: int
     """Prompt tokens that the next step can compute: those before the first image whose features it cannot read."""
     num_patches: int

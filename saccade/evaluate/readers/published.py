@@ -41,7 +41,7 @@ class Published:
     """A published benchmark: where it is, and how it is read and asked."""
 
     hub: str
-    """Its data set on the Hugging Face Hub."""
+    """Data set of the benchmark on the Hugging Face Hub."""
     files: tuple[str, ...]
     """Patterns of the paths of its files; the first that matches some counts. The hub has those of the first."""
     example: Callable[[Row], Example]

@@ -14,7 +14,7 @@ from saccade.model.families.family import Family
 from saccade.processor.folder import read_config
 
 DEFAULT_FAMILY = qwen2_5_vl.FAMILY
-"""Its sizes need no family name, and text models are extended to it."""
+"""The family whose sizes need no family name, and to which text models are extended."""
 VISION_LANGUAGE: dict[str, Family] = {
     family.model_type: family
     for family in (DEFAULT_FAMILY, qwen2_vl.FAMILY, qwen3_vl.FAMILY, llava_next.FAMILY, llava_onevision.FAMILY)

@@ -41,13 +41,13 @@ class Family:
     model_type: str
     """`model_type` of `config.json`."""
     name: str
-    """Its published name."""
+    """Published name of the family."""
     summary: str
-    """Its distinguishing features, in a line."""
+    """Distinguishing features of the family, in a line."""
     architecture: str
-    """Its class in `transformers`."""
+    """Model class in `transformers`."""
     processor_class: str
-    """Its processor in `transformers`."""
+    """Processor class in `transformers`."""
     parse_config: Callable[[Mapping[str, Any]], ModelConfig]
     """`config.json` to sizes. Unsupported settings are refused."""
     describe_config: Callable[[ModelConfig, Mapping[str, int]], dict[str, Any]]

@@ -40,7 +40,7 @@ class PreprocessingConfig:
         return self.patchifies_on_device and self.resize == "pillow"
 
     def to_json(self) -> dict[str, Any]:
-        """For a message to another process."""
+        """Return the settings as JSON, for a message to another process."""
         return dataclasses.asdict(self) | {"folder": str(self.folder)}
 
     @staticmethod

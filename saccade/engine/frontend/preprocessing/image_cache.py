@@ -38,7 +38,7 @@ class ProcessedImageCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._images: OrderedDict[bytes, ProcessedImage] = OrderedDict()
-        """By digest; the least recently used is first."""
+        """Images by digest; the least recently used is first."""
         self.num_bytes = 0
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ class Source:
         return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
 
     def describe(self) -> list[Any]:
-        """Its form and shape, as JSON."""
+        """Return form and shape as JSON."""
         return [self.form, *(self.data.shape if isinstance(self.data, np.ndarray) else [len(self.data)])]
 
 
