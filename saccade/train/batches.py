@@ -149,7 +149,7 @@ class BatchIterator:
         device: torch.device,
         objective: Objective,
     ) -> None:
-        """`trained_parts`: trainable parts of the model, for counting FLOPs."""
+        """`trained_parts` are the trainable parts of the model; FLOPs are counted from them."""
         self._objective, self._read_targets = objective, objective.target_reader(stream)
         self.source_names = stream.source_names
         self.wait_s = 0.0

@@ -130,7 +130,7 @@ def _read(path: Path) -> SavedState:
 
 
 def _defect(path: Path, *, rank: int = 0, num_ranks: int = 1, with_checksums: bool = False) -> str | None:
-    """What is wrong with a state; None if nothing is. Checksums: of every `num_ranks`-th file."""
+    """Return the first defect of a state, or None; checksums are compared for every `num_ranks`-th file."""
     try:
         files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         for number, (name, (size, checksum)) in enumerate(files.items()):
@@ -372,7 +372,7 @@ def stored_names(state: SavedState) -> set[str]:
 
 
 def weight_names(state: SavedState, *, averaged: bool) -> dict[str, str]:
-    """Name in the state of every parameter that it holds; `averaged`: that of its average, where there is one."""
+    """Return the name in the state of every parameter; with `averaged`, that of its average, if it has one."""
     names = stored_names(state)
     parameters = [name.removeprefix("parameter/") for name in names if name.startswith("parameter/")]
     kinds = {name: "average" if averaged and f"average/{name}" in names else "parameter" for name in parameters}

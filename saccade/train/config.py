@@ -89,7 +89,7 @@ class ParallelConfig:
         "reduce_each_row": "reduce_each_micro_batch",
         "powersgd_start": "powersgd_start_step",
     }
-    """Former keys."""
+    """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "shard_size", "powersgd_rank", "powersgd_start_step")
@@ -150,7 +150,7 @@ class DataConfig:
         "block_samples": "packing_buffer_size",
         "workers": "num_workers",
     }
-    """Former keys."""
+    """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -257,7 +257,7 @@ class StageConfig:
     """Keep the optimizer state of the previous stage for parameters trained in both."""
 
     RENAMED: ClassVar[dict[str, str]] = {"label_smoothing": "objective.label_smoothing"}
-    """Former keys."""
+    """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "_").isidentifier():
@@ -484,7 +484,7 @@ class TrainConfig:
     """Steps between manual garbage collections; automatic ones would pause ranks at different times."""
 
     RENAMED: ClassVar[dict[str, str]] = {"probe": "validation"}
-    """Former keys."""
+    """Former keys, with what replaced each."""
     ALTERNATIVES: ClassVar[tuple[str, ...]] = ("steps", "epochs", "tokens")
     """Keys of which a stage has one: setting one on the command line replaces the others."""
 

@@ -19,7 +19,7 @@ from saccade.train.config import GuardConfig
 
 
 class Action(Enum):
-    """What to do with a step."""
+    """What the training loop does with a step."""
 
     ACCEPT = "accept"
     SKIP = "skip"
@@ -33,7 +33,7 @@ class Decision:
 
     action: Action
     reason: str | None = None
-    """What is wrong with the step; None if nothing is."""
+    """Fault of the step; None if it is good."""
 
 
 class Guard:

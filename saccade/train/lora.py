@@ -62,7 +62,7 @@ def _matches(target: str, name: str) -> bool:
 
 
 def _no_layer(target: str, names: Sequence[str], config: LoraConfig) -> str:
-    """Error message for a target without a match, with similar names."""
+    """Return the error message for a target without a match, with similar names."""
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()}) + list(names)
     near = difflib.get_close_matches(re.sub(r"\\(.)", r"\1", target), known, n=3, cutoff=0.4) or known[:8]
     return (
@@ -109,7 +109,7 @@ def quantized_sizes(model: nn.Module) -> dict[str, int]:
 
 
 def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter, full initial value) of every adapter parameter; independent of the sharding."""
+    """Yield (parameter, full initial value) of every adapter parameter, the same for any sharding."""
     for name, layer in lora_layers(model).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         yield from layer.initial_adapter(generator)

@@ -21,7 +21,7 @@ _MAX_RANKS = 1024
 
 
 class Checkpointing(NamedTuple):
-    """One combination of activation checkpointing, and what it takes."""
+    """One combination of activation checkpointing, with its cost."""
 
     recompute_vision: Recompute
     recompute_language: Recompute

@@ -120,7 +120,7 @@ class Work(NamedTuple):
     """Contents and cost of micro-batches. All values are additive over micro-batches and ranks."""
 
     samples: float = 0.0
-    """Conversations."""
+    """Number of conversations."""
     text_tokens: float = 0.0
     image_tokens: float = 0.0
     loss_tokens: float = 0.0
@@ -167,9 +167,9 @@ class Step:
     work: Work
     """Work of all ranks."""
     source_losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """(sum of the loss, number of loss tokens) by source."""
+    """Maps a source to (sum of the loss, number of loss tokens)."""
     of_objective: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """(sum, number of units) of the objective's metrics."""
+    """Maps a metric of the objective to (sum, number of units)."""
     is_skipped: bool = False
     """Whether the guard skipped it; its loss is excluded from averages."""
 
@@ -187,9 +187,9 @@ class Meter:
         tokens: int = 0,
         samples: int = 0,
     ) -> None:
-        """`num_warmup`: first steps, excluded from times. `tokens`, `samples`: what a resumed run has already seen."""
+        """The first `num_warmup` steps are not timed; a resumed run has already seen `tokens` and `samples`."""
         self.tokens, self.samples = tokens, samples
-        """Seen since the start of the run."""
+        """Tokens and samples seen since the start of the run."""
         self._num_steps, self._world_size, self._peak = num_steps, world_size, peak_flops
         self._num_warmup = num_warmup
         self._steps: list[Step] = []

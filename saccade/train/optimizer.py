@@ -177,7 +177,7 @@ class Optimizer:
             yield from _chunks(alike, _STREAMED_BYTES) if self._config.offload else [alike]
 
     def _update(self, slots: list[_Slot], settings: Settings) -> None:
-        """One kernel call over slots that are alike."""
+        """Update slots that are alike with one kernel call."""
         parameters = [local_tensor(slot.parameter) for slot in slots]
         gradients = [_gradient(slot.parameter) for slot in slots]
         held = [_to_device(slot.held, parameters[0].device) if self._config.offload else slot.held for slot in slots]
@@ -202,7 +202,7 @@ class Optimizer:
 
 
 def _open_slot(index: int, name: str, parameter: Tensor, config: OptimizerConfig, master: Tensor | None) -> _Slot:
-    """Zero state, and the master."""
+    """Allocate zero state, and the master."""
     local, method = local_tensor(parameter.detach()), _method(name, parameter, config)
     held = {} if local.dtype == torch.float32 else {"master": local.float() if master is None else master}
     if method == "adamw8bit":

@@ -82,13 +82,13 @@ class ParallelModel:
     module: ModelWithLoss
     """The model with its loss."""
     wrapped: nn.Module
-    """What is called: `module` itself, or DDP around it."""
+    """The module to call: `module` itself, or DDP around it."""
     strategy: Strategy
-    """How it is parallelized."""
+    """Strategy by which the model is parallelized."""
     compression: PowerSGDState | None = None
     """Error feedback of PowerSGD."""
     masters: dict[str, Tensor] = field(default_factory=dict)
-    """For the optimizer: fp32 values of trained parameters whose precision is lower than the checkpoint folder's."""
+    """fp32 values for the optimizer: trained parameters whose precision is lower than the checkpoint folder's."""
 
     @property
     def model(self) -> VLM:

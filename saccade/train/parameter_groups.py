@@ -135,7 +135,7 @@ def _compiled(key: str) -> re.Pattern[str]:
 
 
 def _nothing_matches(key: str, names: Sequence[str]) -> str:
-    """Error message for a key without parameters, with similar names."""
+    """Return the error message for a key without parameters, with similar names."""
     tied = " (a head tied to the embedding is the embedding)" if key == "head" else ""
     words = re.sub(r"\\(.)", r"\1", key)  # the name without regular-expression escapes
     known = [*PARTS, *names]

@@ -119,7 +119,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For work of unknown duration between two steps: validation, a save, an export."""
+        """Pause during work of unknown duration between two steps: validation, a save, an export."""
         self._is_paused = True
         try:
             yield

@@ -46,7 +46,7 @@ class StepProfiler:
         return self
 
     def start_step(self, step: int) -> None:
-        """Call before step `step` of the run."""
+        """Start or stop profiling before step `step` of the run."""
         if step == self._first:
             kinds = [ProfilerActivity.CPU]
             if self._world.device.type == "cuda":

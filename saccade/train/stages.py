@@ -74,7 +74,7 @@ def train(
 def train_in(
     world: World, config: TrainConfig, *, validate: Validate | None = None, on_export: OnExport | None = None
 ) -> Ending:
-    """`train` in a world that is open already."""
+    """Train like `train`, in a world that is already open."""
     if config.evaluation.tasks and on_export is None:
         raise ConfigError(
             "evaluation.tasks are evaluated by the command saccade train. Use it, or pass on_export to train()"

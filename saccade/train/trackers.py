@@ -60,7 +60,7 @@ class Trackers:
     """Several trackers as one; a failing tracker never stops the run."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
-        """`makers`: functions that open each tracker, by name."""
+        """`makers` maps a name to the function that opens the tracker."""
         self._has_failed: set[str] = set()
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
@@ -139,7 +139,7 @@ class JsonLines:
         self._before = ""
 
     def close(self) -> None:
-        """No file is open."""
+        """Nothing to do: no file is open."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -59,7 +59,7 @@ class Progress:
     is_stage_done: bool = False
     """Whether the stage has finished."""
     done: list[str] = field(default_factory=list)
-    """What is done of validation, export and evaluation after the last step; a resumed run does what else is due."""
+    """Tasks (validation, export, evaluation) done after the last step; a resumed run does the others that are due."""
     data: dict[str, int | str] | None = None
     """State of the data stream; None at its start."""
     best_loss: float | None = None
@@ -90,7 +90,7 @@ class StepMetrics:
     loss: float
     """The objective, a mean over its units: over the loss tokens, for cross entropy."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     work: Work
     """Tokens, samples and FLOPs."""
     must_stop: bool
@@ -98,9 +98,9 @@ class StepMetrics:
     save_failed: bool
     """Whether any rank failed to save."""
     source_losses: dict[str, tuple[float, float]]
-    """(sum of the cross entropy, number of loss tokens) by source; empty in steps that are not logged."""
+    """Maps a source to (sum of the cross entropy, number of loss tokens); empty in steps that are not logged."""
     of_objective: dict[str, tuple[float, float]]
-    """(sum, number of units) of the objective's metrics."""
+    """Maps a metric of the objective to (sum, number of units)."""
 
     @staticmethod
     def read(vector: list[float], source_names: list[str], metric_names: Sequence[str]) -> StepMetrics:
@@ -128,7 +128,7 @@ class TrainState:
         reduce_each_micro_batch: bool = True,
         ema_decay: float | None = None,
     ) -> None:
-        """`ema_decay`: keep an average of the trained weights."""
+        """With `ema_decay`, an average of the trained weights is kept."""
         self.parallel, self.optimizer, self._world = parallel, optimizer, world
         self._reduce_each_micro_batch = reduce_each_micro_batch
         self._parameters = dict(parallel.model.named_parameters())
@@ -161,7 +161,7 @@ class TrainState:
         return loss.detach() / self._world.size, sums
 
     def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
-        """Switch gradients between fp32 and the parameters' dtype; see above."""
+        """Switch gradients between fp32 and the parameters' dtype, as the module docstring explains."""
         is_reduced = is_last_micro_batch and self.parallel.strategy == "ddp"
         in_fp32 = (self._has_gradients or not is_last_micro_batch) and not is_reduced
         self._has_gradients = True
@@ -203,12 +203,12 @@ class TrainState:
     # -------------------------------------------------------------- saving and loading
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter at its highest precision: the fp32 master where there is one."""
+        """Return every parameter at its highest precision: its fp32 master, if it has one."""
         masters = self.optimizer.masters
         return {name: masters.get(name, parameter.detach()) for name, parameter in self._parameters.items()}
 
     def weights_to_export(self) -> dict[str, Tensor]:
-        """`weights`, averaged where an average is kept."""
+        """Return `weights`, with the average of each parameter that has one."""
         return self.weights() | ({} if self._average is None else self._average.tensors)
 
     def averaged(self) -> AbstractContextManager[None]:

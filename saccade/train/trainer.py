@@ -57,7 +57,7 @@ class Ending(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """By a signal; the state is saved, and the same command resumes."""
+    """A signal stopped the run; the state is saved, and the same command resumes."""
 
 
 class Trainer:
@@ -198,7 +198,7 @@ class Trainer:
         self._state.step(self._lr_factor, grad_scale=min(1.0, self._stage.clip_norm / (metrics.grad_norm + 1e-6)))
 
     def _check_gradients(self) -> None:
-        """In the first step, every trainable parameter must have a gradient."""
+        """Check that every trainable parameter has a gradient in the first step."""
         if not self._has_checked_gradients and (missing := self._state.without_gradient()):
             raise AssertionError(f"{len(missing)} trained parameters got no gradient: {', '.join(missing[:8])}")
         self._has_checked_gradients = True
@@ -344,7 +344,7 @@ class Trainer:
         return is_its_step and task not in self._progress.done
 
     def _mark_done(self, task: str) -> None:
-        """Record it in the saved state of this step, if there is one."""
+        """Record a task that has ended in the saved state of this step, if there is one."""
         self._progress.done.append(task)
         self._saver.update(self._progress.step, self._saved_progress())
 
@@ -362,7 +362,7 @@ class Trainer:
         logger.info("exported %s", out)
 
     def _run_validation(self, validate: Validate) -> bool:
-        """False if a stop request interrupted it."""
+        """Return False if a stop request interrupted it."""
         logger.info("step %d: validation", self._progress.step)
         model = self._state.parallel.module.eval()
         with torch.no_grad(), self._state.averaged():

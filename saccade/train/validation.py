@@ -109,7 +109,7 @@ class HeldOutValidation:
         )
 
     def _score(self, model: ModelWithLoss) -> dict[str, float] | None:
-        """None if a stop was requested on any rank, after the current batch."""
+        """Return None if a stop was requested on any rank, after the current batch."""
         objective = model.objective
         names = ("loss", *objective.metric_names) if objective.metric_names else ()
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
@@ -197,7 +197,7 @@ class _Prompt(NamedTuple):
     image: bytes | None
 
     def record(self) -> dict[str, str]:
-        """For samples.jsonl."""
+        """Describe a generation for samples.jsonl."""
         texts = {"prompt": self.prompt, "reference": self.reference}
         return texts if self.image is None else texts | {"image": thumbnail(self.image, THUMBNAIL_SIDE)}
 

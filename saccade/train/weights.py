@@ -87,7 +87,7 @@ def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def checkpoint_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors."""
+    """Yield (parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors."""
     names, files = checkpoint_names(folder, shapes), tensor_files(folder)
     for name, tensor in read_tensors(files, names, torch.device("cpu")):
         check_finite({name: tensor}, folder)

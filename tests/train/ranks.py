@@ -32,7 +32,7 @@ from saccade.world import open_world
 Image.init()  # likewise
 
 CURRENT = {}
-"""The job that runs."""
+"""The running job."""
 
 
 def no_validation(model, step):
@@ -78,7 +78,7 @@ def terminate_rank_1(model, step):
 
 
 def terminate_rank_1_in_forward(model, step):
-    """In the forward pass of step 8, which is its only micro-batch."""
+    """Send SIGTERM in the forward pass of step 8, which is its only micro-batch."""
     if step == 7 and os.environ["RANK"] == "1":
         handle = model.register_forward_pre_hook(lambda *_: (handle.remove(), os.kill(os.getpid(), signal.SIGTERM))[1])
     return {}

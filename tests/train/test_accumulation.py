@@ -63,7 +63,7 @@ def gradients_of(train_state):
 
 
 def accumulated_by_autograd(train_state, rows):
-    """By autograd alone, in the parameters' dtype."""
+    """Accumulate by autograd alone, in the parameters' dtype."""
     count = torch.tensor(float(sum(row.num_loss_tokens for row in rows)))
     for row in rows:
         train_state.parallel.wrapped(row.inputs, row.labels, count, row.num_loss_tokens)[0].backward()

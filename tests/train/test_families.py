@@ -89,7 +89,7 @@ def assert_same_step(folder, messages):
     ids=["full", "lora"],
 )
 def test_a_run_trains_every_family_and_its_export_is_served(family, settings, tmp_path):
-    """With text-only sequences among them, which run the dummy image."""
+    """Some sequences are text-only and run the dummy image."""
     size = named_size("tiny" if family == DEFAULT_FAMILY.model_type else f"{family}/tiny")
     initialize_random(tmp_path / "checkpoint", size, dtype=torch.float32)
     shards = write_shards(tmp_path / "shards", 16, text_every=3)

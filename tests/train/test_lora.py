@@ -117,7 +117,10 @@ def logits(model, checkpoint):
 
 
 def loss_and_gradients(parallel, inputs):
-    """With matrices that count from the first step on, and the same random numbers at every call."""
+    """Return loss and gradients with random adapters.
+
+    The matrices matter from the first step on, and every call draws the same random numbers.
+    """
     torch.manual_seed(0)
     for layer in lora_layers(parallel.model).values():
         nn.init.normal_(layer.lora_B, std=0.1)
@@ -291,7 +294,7 @@ def test_the_adapter_can_be_all_that_is_exported(checkpoint, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_peft_reads_the_adapter_beside_the_original_model(run_root, checkpoint, tmp_path):
-    """`transformers` with the adapter says what our model with its matrices says."""
+    """`transformers` with the adapter computes what our model with its matrices computes."""
     peft = pytest.importorskip("peft")
     from model.hugging_face import Oracle
 

@@ -131,7 +131,7 @@ def teacher_of(root):
 
 
 def step_of(config, count=None):
-    """(objective's terms of the first micro-batch, the model, the micro-batch)."""
+    """Return (objective's terms of the first micro-batch, the model, the micro-batch)."""
     built, [batch, *_] = micro_batches(config)
     labelled = Labelled(batch.inputs, batch.labels, batch.num_loss_tokens)
     units = built.module.objective.num_units(batch.inputs, batch.num_loss_tokens)

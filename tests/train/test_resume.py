@@ -20,7 +20,7 @@ from saccade.train.trainer import Ending
 
 
 class KilledError(Exception):
-    """The process ends here."""
+    """Raised where the process would end."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def exported_steps(run):
 
 
 def die_in_forward(number):
-    """A validation after whose first call the process dies in the so-manieth forward pass of training."""
+    """Return a validation; after its first call the process dies in forward pass `number` of training."""
     forwards = []
 
     def die(*_):
@@ -77,7 +77,7 @@ def die_in_forward(number):
 
 
 def stop_in_forward(number):
-    """Likewise, Ctrl-C."""
+    """Return a validation; after its first call Ctrl-C interrupts forward pass `number` of training."""
     forwards = []
 
     def stop(*_):
@@ -197,7 +197,7 @@ def test_a_stop_at_a_step_with_validation_and_export_postpones_both(root, stop_a
 
 @pytest.mark.parametrize("last", [2, 4])
 def test_an_interrupted_validation_is_repeated_when_the_run_resumes(root, monkeypatch, last):
-    """Also the one that closes a stage."""
+    """This includes the validation that closes a stage."""
     settings = held_out(root, 2, f"stages.0.steps={last}", "checkpoint.every=2")
     config = recipe(root, f"interrupted-{last}", *settings)
     score = ModelWithLoss.score

@@ -26,7 +26,7 @@ def loss_rows(labels_T: Tensor, num_labels: int, ignored: int) -> tuple[Tensor, 
 
 
 def row_chunks(rows: Tensor, vocab_size: int) -> tuple[Tensor, ...]:
-    """Rows whose logits are computed at once. No rows are one chunk."""
+    """Split rows into chunks whose logits are computed at once; no rows make one empty chunk."""
     return torch.split(rows, max(1, CHUNK_BYTES // (4 * vocab_size)))
 
 

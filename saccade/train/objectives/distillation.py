@@ -29,7 +29,7 @@ class Distillation(Objective):
     """KL divergence to a teacher, mixed with cross entropy."""
 
     def __init__(self, config: DistillationConfig, teacher: VLM, *, label_smoothing: float = 0.0) -> None:
-        """`teacher`: frozen, on the device of training."""
+        """`teacher` is frozen and on the device of training."""
         self._config, self._teacher, self._label_smoothing = config, teacher, label_smoothing
         self.metric_names = ("kl", "cross_entropy", *(["hidden"] if config.hidden_weight else []))
 

@@ -1,4 +1,4 @@
-"""What an objective is: the seam between the training loop and what is optimized.
+"""Interface of an objective: the seam between the training loop and what is optimized.
 
 Legend: T tokens, D decoder width.
 
@@ -33,7 +33,7 @@ class Labelled:
     encode_dummy_image: bool = False
     """Whether a forward pass without images encodes a dummy image, so that all ranks run the same blocks."""
     targets: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the objective's `target_reader` read for it."""
+    """Further tensors, read by the objective's `target_reader`."""
 
 
 ReadTargets = Callable[[Sequence[str], ModelInputs, Tensor], Mapping[str, Tensor]]
@@ -70,7 +70,7 @@ class Objective:
         return num_labels
 
     def target_reader(self, stream: Stream) -> ReadTargets | None:
-        """What reads further targets of a stream's packed sequences, on the host; None: there are none."""
+        """Return the reader of further targets of a stream's packed sequences, on the host; None if there are none."""
         del stream
         return None
 

@@ -33,7 +33,7 @@ class StoredDistillation(Objective):
     metric_names = ("kl", "cross_entropy")
 
     def __init__(self, stored: LogitsOf, *, vocab_size: int, label_smoothing: float = 0.0) -> None:
-        """`vocab_size`: entries that both vocabularies have."""
+        """`vocab_size` counts the entries that both vocabularies have."""
         self._stored, self._vocab_size, self._label_smoothing = stored, vocab_size, label_smoothing
 
     def target_reader(self, stream: Stream) -> ReadTargets:
@@ -55,7 +55,7 @@ class StoredDistillation(Objective):
         return LossTerms(terms, {name: total.detach() for name, total in sums.items()})
 
     def _of_chunk(self, model: VLM) -> Callable[..., Tensor]:
-        """Both terms of some rows, [C, 2]."""
+        """Return both terms of C rows, [C, 2]."""
         V, temperature = self._vocab_size, self._stored.config.temperature
 
         def of_chunk(
@@ -86,7 +86,7 @@ class StoredDistillation(Objective):
 
 
 def top_log_probs(logits_CV: Tensor, num_stored: int, temperature: float) -> dict[str, Tensor]:
-    """What is stored of the teacher's logits, on the host."""
+    """Return the teacher's k largest log-probabilities and the log-probability of the rest, on the host."""
     log_p_CV = F.log_softmax(logits_CV.float() / temperature, dim=1)
     log_p_CK, ids_CK = log_p_CV.topk(num_stored, dim=1)
     rest_C = log_p_CV.scatter(1, ids_CK, float("-inf")).logsumexp(1)

@@ -49,7 +49,7 @@ _BLOCKS_PER_FILE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsOf:
-    """What the stored logits of a stage depend on, but for the source."""
+    """Settings that the stored logits of a stage depend on, except the source."""
 
     config: DistillationConfig
     """Teacher, k and temperature."""
@@ -100,7 +100,7 @@ class Conversation(NamedTuple):
     key: str
     digest: str
     targets: Mapping[str, Tensor]
-    """By `TARGETS`, of its loss tokens in order."""
+    """Tensors named in `TARGETS`, one row per loss token, in order."""
 
 
 def write_shard(
@@ -141,7 +141,7 @@ def has_shard(file: Path, index: ShardIndex, shard: int, max_seq_len: int = 0) -
 
 
 def _contents(index: ShardIndex, shard: int) -> str:
-    """Changes with the size of a shard, and with what curation keeps of it."""
+    """Return a value that changes with the size of a shard, and with the samples that curation keeps."""
     kept = hashlib.sha256(index.kept(shard).tobytes()).hexdigest()[:16]
     return f"{index.entries[shard].num_bytes} {kept}"
 
