@@ -1,11 +1,14 @@
-"""Measure compression on a trained model: methods against rounding to nearest, what calibration data is worth, forms of activations and of the
-KV cache, mixed schemes against uniform ones.
+"""Measure compression on a trained model.
+
+Methods are compared with rounding to nearest, calibration data of several kinds with each other, forms of activations
+and of the KV cache with each other, and mixed schemes with uniform ones.
 
     saccade quickstart --no-serve --dir quickstart
-    python -m bench.compress quickstart/run/checkpoints/step-00001000 --calibration quickstart/shards/train --held-out quickstart/shards/held-out
+    python -m bench.compress quickstart/run/checkpoints/step-00001000 \\
+        --calibration quickstart/shards/train --held-out quickstart/shards/held-out
 
-Everything is compared with the original on held-out samples with images: KL divergence of the next token, perplexity, the share of
-equal tokens. It ends with a list of statements, each of which must hold; exit status 1 if one does not.
+Everything is compared with the original on held-out samples with images: KL divergence of the next token, perplexity,
+the share of equal tokens. It ends with a list of statements, each of which must hold; exit status 1 if one does not.
 """
 
 import argparse
@@ -39,7 +42,7 @@ from saccade.processor import Processor
 
 @dataclass
 class Result:
-    """A compressed folder beside the original on held-out samples."""
+    """A compressed folder compared with the original on held-out samples."""
 
     report: CompressReport
     fidelity: Fidelity
@@ -131,7 +134,9 @@ def compare_activations(bench: Bench) -> dict[str, float]:
 
 
 def compare_kv_caches(bench: Bench) -> dict[str, float]:
-    """The original with keys and values in 8 bits: a scale per token and head, as the engine has them, and one per layer, as others do."""
+    """The original with keys and values in 8 bits.
+
+    Scales are one per token and head, as in the engine, and one per layer, as in other engines."""
     found = {}
     print(f"\n{'KV cache':<24}{'KL':>12}")
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +161,7 @@ class RoundedAttention(PackedAttention):
     """Attention to keys and values as an 8-bit KV cache gives them back."""
 
     def __init__(self, dtype: torch.dtype, scales: dict[str, float] | None, *args: Any) -> None:
-        """`scales`: of every layer, by the names of their tensors; None: one for every token and head."""
+        """`scales`: scales of every layer, by the names of their tensors; None: one for every token and head."""
         super().__init__(*args)
         self._dtype, self._scales = dtype, scales
 
@@ -165,9 +170,15 @@ class RoundedAttention(PackedAttention):
         q_THK, k_TGK = self.rotate(q_THK, k_TGK)
         rows = [self._rounded(layer, name, x) for name, x in (("k", k_TGK), ("v", v_TGK))]
         return attention(
-            q_THK, *rows, self._cu_seqlens, self._cu_seqlens, max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen,
-            causal=True, window=self._window,
-        )  # fmt: skip
+            q_THK,
+            *rows,
+            self._cu_seqlens,
+            self._cu_seqlens,
+            max_seqlen_q=self._max_seqlen,
+            max_seqlen_k=self._max_seqlen,
+            causal=True,
+            window=self._window,
+        )
 
     def _rounded(self, layer: int, name: str, x_TGK: Tensor) -> Tensor:
         if self._scales is None:
@@ -225,7 +236,8 @@ def compare_mixed(bench: Bench, uniform: dict[str, Result]) -> dict[str, dict[st
                 "rules": [asdict(rule) for rule in picked.rules],
             }
             print(
-                f"{name:<14}{one.report.ratio:>8.4f}{one.fidelity.kl:>12.2e}  {picked.name:<16}{mixed.report.ratio:>8.4f}{mixed.fidelity.kl:>12.2e}"
+                f"{name:<14}{one.report.ratio:>8.4f}{one.fidelity.kl:>12.2e}  "
+                f"{picked.name:<16}{mixed.report.ratio:>8.4f}{mixed.fidelity.kl:>12.2e}"
                 f"{change.value:>12.1e}  [{change.low:.1e}, {change.high:.1e}]",
                 flush=True,
             )
@@ -235,17 +247,20 @@ def compare_mixed(bench: Bench, uniform: dict[str, Result]) -> dict[str, dict[st
 def statements(
     methods: dict[str, Result], calibration: dict[str, Any] | None, mixed: dict[str, Any]
 ) -> dict[str, bool]:
-    """What must hold."""
+    """Statements that must hold, and whether each does."""
     kl = {name: one.fidelity.kl for name, one in methods.items()}
+    highest = max(decoder_ratios(methods["w4a16-gptq"]).values())
     found = {
-        "GPTQ loses less than rounding to nearest on every decoder projection": max(decoder_ratios(methods["w4a16-gptq"]).values()) < 1,
+        "GPTQ loses less than rounding to nearest on every decoder projection": highest < 1,
         "GPTQ has a lower KL divergence than rounding to nearest": kl["w4a16-gptq"] < kl["w4a16-rtn"],
         "AWQ has a lower KL divergence than rounding to nearest": kl["w4a16-awq"] < kl["w4a16-rtn"],
         **{
-            f"what is picked within the size of {name} is no larger, and not worse (the interval reaches 0)": one["ratio"] <= one["uniform_ratio"] and one["difference"]["low"] <= 0
+            f"what is picked within the size of {name} is no larger, and not worse (the interval reaches 0)": (
+                one["ratio"] <= one["uniform_ratio"] and one["difference"]["low"] <= 0
+            )
             for name, one in mixed.items()
         },
-    }  # fmt: skip
+    }
     if calibration is not None:
         for kind in ("text", "random"):
             is_better = calibration["images"]["gptq"] < calibration[kind]["gptq"]

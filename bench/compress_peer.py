@@ -1,11 +1,13 @@
-"""GPTQ of llm-compressor beside ours, on the decoder of one model, calibrated on the same conversations without their images.
+"""GPTQ of llm-compressor compared with ours: one decoder, calibrated on the same conversations without their images.
 
-    pip install --target peers --no-deps llmcompressor compressed-tensors==0.19.0 'transformers<=5.17' loguru datasets accelerate ...
-    PYTHONPATH=peers python -m bench.compress_peer quantize TEXT-MODEL SAMPLES.json OUT       (in the peer's environment)
-    python -m bench.compress_peer compare CHECKPOINT --calibration SHARDS --held-out SHARDS --peer 'PYTHONPATH=peers python'
+    pip install --target peers --no-deps llmcompressor compressed-tensors==0.19.0 \\
+        'transformers<=5.17' loguru datasets accelerate ...
+    PYTHONPATH=peers python -m bench.compress_peer quantize TEXT-MODEL SAMPLES.json OUT    (in the peer's environment)
+    python -m bench.compress_peer compare CHECKPOINT --calibration SHARDS --held-out SHARDS \\
+        --peer 'PYTHONPATH=peers python'
 
-`compare` writes the decoder as a text model, has the peer quantize it (W4A16, groups of 128, its defaults), puts its weights into a copy
-of our own folder, and compares all on held-out text with the same code.
+`compare` writes the decoder as a text model and has the peer quantize it (W4A16, groups of 128, its defaults). It puts
+the peer's weights into a copy of our own folder, and compares all on held-out text with the same code.
 """
 
 import argparse
@@ -46,7 +48,18 @@ def write_text_model(checkpoint: Path, out: Path) -> None:
     source, raw = Source(checkpoint), read_config(checkpoint)
     text = raw.get("text_config", raw)
     rope = text.get("rope_parameters") or {}
-    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings")  # fmt: skip
+    fields = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "hidden_act",
+        "tie_word_embeddings",
+    )
     config = {name: text[name] for name in fields if name in text}
     config |= {
         "architectures": ["Qwen2ForCausalLM"],
@@ -63,7 +76,7 @@ def write_text_model(checkpoint: Path, out: Path) -> None:
 
 
 def compare(checkpoint: Path, calibration: str, held_out: str, num_samples: int, peer: str) -> None:
-    """Both, and rounding to nearest, on held-out text."""
+    """Compare both, and rounding to nearest, on held-out text."""
     from saccade.compress import compress
     from saccade.compress.calibration import CalibrationConfig, load_batches
     from saccade.compress.scheme import Rule, Scheme
@@ -96,7 +109,11 @@ def compare(checkpoint: Path, calibration: str, held_out: str, num_samples: int,
             theirs |= load_file(file)
         mixed = load_file(folder / "rtn" / "model.safetensors")
         stems = {name.split("layers.")[-1]: name for name in mixed if "layers." in name and "visual" not in name}
-        replaced = {stems[name.split("layers.")[-1]]: t for name, t in theirs.items() if "layers." in name and name.split("layers.")[-1] in stems}  # fmt: skip
+        replaced = {
+            stems[name.split("layers.")[-1]]: tensor
+            for name, tensor in theirs.items()
+            if "layers." in name and name.split("layers.")[-1] in stems
+        }
         packed = [name for name in replaced if name.endswith("weight_packed")]
         assert len(packed) == sum(name.endswith("weight_packed") for name in mixed), (
             "the peer quantized every projection"

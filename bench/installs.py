@@ -1,9 +1,9 @@
-"""Install the package and each extra into clean environments: size, time, and one command that needs what was installed.
+"""Install the package and each extra into clean environments: size, time, and one command that needs the extra.
 
     python -m bench.installs                     # prints the table; --write puts it into docs/install.md
 
-torch is installed once, pinned by constraints.txt, and every environment starts as a copy of that one: sizes and times are those of
-everything else. Environments are removed at the end. With a cache or a mirror nearby, pip's times are mostly those of unpacking.
+torch is installed once, pinned by constraints.txt, and every environment starts as a copy of that one: sizes and times
+are those of everything else. Environments are removed at the end. With a cache or a mirror nearby, pip mostly unpacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "install.md"
 BLOCK = re.compile(r"(<!-- installs -->\n).*?(<!-- end -->)", re.S)
-PIP = ("-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))  # fmt: skip
+PIP = (
+    *("-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"),
+    *("--constraint", str(ROOT / "constraints.txt")),
+)
 MADE = """
 from pathlib import Path
 from saccade.data.toy import toy_sample, write_toy_shards
@@ -51,7 +54,7 @@ EXTRAS: dict[str, tuple[str, str]] = {
     "hub": ("", "`saccade chat org/name`: asks the hub for it"),
     "all": (TRAIN, "`saccade train`: two steps and an exported checkpoint"),
 }
-"""Command that must succeed with each extra, and what it does; of `serve` and `hub` see below."""
+"""Command that must succeed with each extra, and what it does; `smoke` treats `serve` and `hub` on their own."""
 
 
 def main() -> None:
@@ -116,7 +119,8 @@ def row(
 def count(environment: Path) -> tuple[int, int]:
     """Packages and bytes of an environment, pip left out."""
     [site] = environment.glob("lib/python3*/site-packages")
-    files = [path for path in site.rglob("*") if path.is_file() and path.relative_to(site).parts[0].partition("-")[0] != "pip"]  # fmt: skip
+    found = (path for path in site.rglob("*") if path.is_file())
+    files = [path for path in found if path.relative_to(site).parts[0].partition("-")[0] != "pip"]
     packages = [path for path in site.glob("*.dist-info") if not path.name.startswith("pip-")]
     return len(packages), sum(path.stat().st_size for path in files if "__pycache__" not in path.parts)
 
@@ -185,7 +189,7 @@ def serves(environment: Path, options: dict[str, object]) -> bool:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """As Markdown."""
+    """The table as Markdown."""
     lines = ["| `pip install` | packages | MB | time | then works |", "|---|---|---|---|---|"]
     for found in rows:
         works = str(found["command"]) if found["works"] else "failed"

@@ -1,11 +1,13 @@
 """Train a text model with a new vision tower on captioned photos; test it with matching and with shuffled photos.
 
-    python -m bench.learn_captions --text SmolLM2-135M-Instruct.Q4_1.gguf --photos flickr8k/ --run runs/smol --steps 3000 --out captions.json
+    python -m bench.learn_captions --text SmolLM2-135M-Instruct.Q4_1.gguf --photos flickr8k/ --run runs/smol \\
+        --steps 3000 --out captions.json
     python -m bench.learn_captions --score captions.json
 
-`photos` holds WebDataset tars train-*.tar, val-*.tar and test-*.tar with json `captions`. After training, the exported checkpoint with the
-lowest validation loss captions the test photos (greedy), once with the right photo and once with another: the difference is what the
-model takes from the photo. `--score` computes CIDEr of both with bootstrap intervals (needs pycocoevalcap).
+`photos` holds WebDataset tars train-*.tar, val-*.tar and test-*.tar with json `captions`. After training, the exported
+checkpoint with the lowest validation loss captions the test photos (greedy), once with the right photo and once with
+another: the difference is what the model takes from the photo. `--score` computes CIDEr of both with bootstrap
+intervals (needs pycocoevalcap).
 """
 
 import argparse
@@ -85,7 +87,7 @@ def ask(photo: bytes, answer: str | None = None) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def caption_losses(model: VLM, processor: Processor, pairs: list[tuple[bytes, str]]) -> list[float]:
-    """Loss per loss token of each (photo, caption)."""
+    """Loss per loss token of each pair of photo and caption."""
     losses = []
     for begin in range(0, len(pairs), 64):
         for photo, caption in pairs[begin : begin + 64]:

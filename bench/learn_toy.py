@@ -2,8 +2,9 @@
 
     python -m bench.learn_toy [--folder toy] [--threads 1] [--held-out 512] [--set stages.learn.steps=500]
 
-Reported: seconds of training and of the answers at its end (by the clock, and of all cores together), and the share of held-out
-questions (colour, shape) that are answered word for word. One thread is enough for so small a model: two wait for each other.
+It prints the seconds of training and of the answers at its end (by the clock, and of all cores together), and the share
+of held-out questions (colour, shape) that are answered word for word. One thread is enough for so small a model: two
+wait for each other.
 """
 
 import argparse

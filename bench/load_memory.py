@@ -1,7 +1,7 @@
 """Host memory while making and loading the 3B shape: `python bench/load_memory.py [--size 3b] [--folder DIR]`.
 
-Each step runs in a process of its own; the figure is the process's peak over the size of the weights. Needs 8 GB of disk
-and, for loading, 9 GB of memory.
+Each step runs in a process of its own; the figure is the process's peak over the size of the weights. It needs 8 GB of
+disk and, for loading, 9 GB of memory.
 """
 
 import argparse
@@ -28,7 +28,8 @@ def init(folder: Path, size: str) -> str:
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     num_files = len(list(folder.glob("*.safetensors")))
     gain = (peak_bytes() - before) / stored
-    return f"init {size}: {stored / 1e9:.2f} GB in {num_files} files, peak {gain:.2f}x the weights, {time.perf_counter() - start:.0f} s"
+    seconds = time.perf_counter() - start
+    return f"init {size}: {stored / 1e9:.2f} GB in {num_files} files, peak {gain:.2f}x the weights, {seconds:.0f} s"
 
 
 def load(folder: Path, size: str) -> str:

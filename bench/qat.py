@@ -3,11 +3,12 @@
     saccade quickstart --no-serve --dir quick
     python -m bench.qat --quickstart quick
 
-First the model is quantized after training: tower, projector, decoder and all of them, each by rounding to nearest, GPTQ and AWQ. The part
-whose best method is furthest from the original (KL divergence on new held-out scenes) is where post-training quantization loses most. There it is
-trained with rounded weights and compressed by rounding to nearest. It learns from the original alone, no label is seen: without rounding
-its gradient would be zero, so what it gains is not further training. Every row is an int4 folder of `saccade compress`. It ends with the
-statement that must hold; exit status 1 if it does not. About four minutes on one core.
+First the model is quantized after training: tower, projector, decoder and all of them, each by rounding to nearest,
+GPTQ and AWQ. Post-training quantization loses most in the part whose best method is furthest from the original (KL
+divergence on new held-out scenes). That part is then trained with rounded weights and compressed by rounding to
+nearest. It learns from the original alone and sees no label: without rounding its gradient would be zero, so what it
+gains is not further training. Every row is an int4 folder of `saccade compress`. The output ends with the statement
+that must hold; exit status 1 if it does not. It takes about four minutes on one core.
 """
 
 import argparse
@@ -38,7 +39,9 @@ PARTS = {
     "all": ("vision", "projector", "language"),
 }
 FIRST_SCENE = 100_000
-"""Scenes that the quickstart has not: learning rate and steps were chosen on its held-out ones, so those would flatter training."""
+"""Number of the first held-out scene; the quickstart has none of these.
+
+Learning rate and steps were chosen on the quickstart's held-out scenes, which would therefore flatter training."""
 METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "awq": "AWQ"}
 
 
@@ -69,7 +72,11 @@ class Bench:
 
     def trained(self, name: str, *settings: str) -> Path:
         """The original after some steps of distillation from itself."""
-        rates = [f"stages.distill.optimizer.lr={self.learning_rate}", f"stages.distill.optimizer.lrs={{vision={2 * self.learning_rate}, projector={1.5 * self.learning_rate}}}"]  # fmt: skip
+        vision_lr, projector_lr = 2 * self.learning_rate, 1.5 * self.learning_rate
+        rates = [
+            f"stages.distill.optimizer.lr={self.learning_rate}",
+            f"stages.distill.optimizer.lrs={{vision={vision_lr}, projector={projector_lr}}}",
+        ]
         kl = "stages.distill.objective.distillation.kl_weight=1.0"
         return trained(self.setting, name, self.setting.original, kl, f"seed={self.seed}", *rates, *settings)
 
@@ -102,7 +109,8 @@ def main() -> None:
     kl = bench.quantized(f"{worst}, quantization-aware training", aware, PARTS[worst], "rtn")
     holds = kl < best[worst]
     print(
-        f"{'yes' if holds else 'NO':<4}quantization-aware training beats post-training quantization where that loses most"
+        f"{'yes' if holds else 'NO':<4}quantization-aware training beats post-training quantization "
+        "where that loses most"
     )
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": bench.rows, "worst": worst, "holds": holds}, indent=1) + "\n")

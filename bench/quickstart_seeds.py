@@ -2,9 +2,10 @@
 
     python -m bench.quickstart_seeds --seeds 0 1 2
 
-The first seed is killed with SIGKILL when training has saved its second state; the run after it continues from there. Then each is
-started once more, which finds everything done. On every seed the interval of the trained model must lie above those of the same model
-with other images and of the untrained model. Times are given with the CPU time of all processes and the load average.
+The first seed is killed with SIGKILL when training has saved its second state; the run after it continues from there.
+Then each is started once more, which finds everything done. On every seed the interval of the trained model must lie
+above those of the same model with other images and of the untrained model. Times are given with the CPU time of all
+processes and the load average.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What pruning and rounding cost the quickstart's model, and what distillation and quantization-aware training give back.
+"""What pruning and rounding cost the quickstart's model, and what distillation and training with rounding give back.
 
     saccade quickstart --no-serve --dir quick
     python -m bench.recover --quickstart quick [--captions]
 
-Held-out cross entropy of the model; of the same pruned to 70 % of its parameters; of that one after `recipes/distill.toml`, and after the
-same number of steps of plain cross entropy. Then the model with weights of 4, 3 and 2 bits: rounded to nearest, and after quantization-aware
-training with the model itself as teacher; an exported folder is compressed to int4 first, and measured in that form. `--captions` adds
-CIDEr of generated captions. On one core it takes about five minutes, without captions.
+The table has the held-out cross entropy of the model; of the model pruned to 70 % of its parameters; and of the pruned
+model after `recipes/distill.toml`, and after the same number of steps of plain cross entropy. Then it has the model
+with weights of 4, 3 and 2 bits: rounded to nearest, and after quantization-aware training with the model itself as
+teacher. An exported folder is compressed to int4 first, and measured in that form. `--captions` adds CIDEr of generated
+captions. On one core it takes about five minutes, without captions.
 """
 
 import argparse
@@ -149,11 +150,12 @@ def measured(setting: Setting, name: str, folder: Path, *, captions: bool = True
 
 
 def cider(setting: Setting, folder: Path) -> float:
-    """Of greedy captions of the held-out images."""
+    """CIDEr of greedy captions of the held-out images."""
     results = setting.out / "results" / folder.parent.parent.name / folder.name
     command = [
-        sys.executable, "-m", "saccade", "evaluate", str(folder), "--tasks", "captioning", "--data", str(setting.shards / "held-out"),
-        "-o", str(results), "--no-contamination", "--device", "cpu", "--json",
+        sys.executable, "-m", "saccade", "evaluate", str(folder), "--tasks", "captioning",
+        "--data", str(setting.shards / "held-out"), "-o", str(results),
+        "--no-contamination", "--device", "cpu", "--json",
     ]  # fmt: skip
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     [found] = json.loads(shown)["results"].values()

@@ -1,12 +1,14 @@
-"""Training steps of the 3B shape on one GPU: loss, backward, clipping and AdamW, beside transformers with SDPA and with Liger.
+"""Training steps of the 3B shape on one GPU (loss, backward, clipping and AdamW), and those of transformers.
 
-    python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--peers] [--out rows.json]
+    python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--peers] \\
+        [--out rows.json]
 
 `--recompute a` (activation checkpointing) is for both, `a/b` for vision tower and decoder.
 
-Workloads are those of `bench/workloads.py`; random weights, bf16 compute, fp32 masters (the peers train in pure bf16, which costs
-them less). Reported: the median of the steps after warm-up, tokens/s, MFU (vision tower included, 3 x forward, activation checkpointing not counted) and
-peak memory. For ragged batches the time is the mean over the batches.
+The peers are transformers with SDPA and with Liger. Workloads are those of `bench/workloads.py`; random weights, bf16
+compute, fp32 masters (the peers train in pure bf16, which costs them less). A row has the median of the steps after
+warm-up, tokens/s, MFU (vision tower included, 3 x forward, activation checkpointing not counted) and peak memory. For
+ragged batches the time is the mean over the batches.
 """
 
 import argparse

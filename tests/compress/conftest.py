@@ -19,7 +19,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Random weights whose inputs differ in size as those of trained models do: norms are spread over two orders of magnitude."""
+    """Random weights whose inputs differ in size as in trained models: norms spread over two orders of magnitude."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     initialize_random(folder, named_size("tiny"), dtype=torch.float32)
     spread_norms(folder / "model.safetensors")
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A checkpoint that has learned a little, beside `train` and `held-out` shards."""
+    """A folder with a checkpoint that has learned a little, and `train` and `held-out` shards."""
     folder = tmp_path_factory.mktemp("trained")
     start = make_checkpoint(folder / "start")
     write_toy_shards(folder / "train", first=0, count=96, side=56)

@@ -1,4 +1,7 @@
-"""Compressed folders as others read them: `compressed-tensors` decompresses our weights bit for bit, `transformers` computes our logits."""
+"""Compressed folders as other libraries read them.
+
+`compressed-tensors` decompresses our weights bit for bit, and `transformers` computes our logits.
+"""
 
 import json
 from dataclasses import replace
@@ -31,8 +34,9 @@ MIXED = Scheme(
     ),
 )
 DECODER_IN_4_BITS = Scheme(name="w4a16-decoder", rules=(Rule(part="language", form="int4"),))
-"""`transformers` cannot load packed weights of a SigLIP tower: initializing its missing weights, it reads those that are packed. The built-in
-scheme has it in int8: `test_a_tower_that_transformers_cannot_load_packed_is_stored_in_int8`."""
+"""`transformers` cannot load packed weights of a SigLIP tower: initializing missing weights, it reads the packed ones.
+
+The built-in scheme has it in int8: `test_a_tower_that_transformers_cannot_load_packed_is_stored_in_int8`."""
 SCHEMES = {"w4a16-rtn": "w4a16-rtn", "int8": "int8", "fp8": "fp8", "mixed": MIXED}
 ONE_OF_EACH_FAMILY = [
     SHAPES[1],
@@ -63,12 +67,15 @@ def folder(request, source):
 
 
 def ours_on(folder, source, conversation):
+    def ours(part):
+        return {"type": "image", "image": part["image"]} if part["type"] == "image" else part
+
     messages = [
         message
         if isinstance(message["content"], str)
-        else {**message, "content": [{"type": "image", "image": part["image"]} if part["type"] == "image" else part for part in message["content"]]}
+        else {**message, "content": [ours(part) for part in message["content"]]}
         for message in conversation
-    ]  # fmt: skip
+    ]
     with torch.no_grad():
         return load_model(folder, device="cpu")(Processor.load(source)([messages]))
 
@@ -87,9 +94,10 @@ def test_transformers_loads_the_folder_and_computes_our_logits(folder, source):
 
 
 def round_rows_of_two_dimensions(layers):
-    """The package rounds activations [batch, tokens, channels] per token, and leaves those of towers, [patches, channels], as they are.
+    """The package rounds activations [batch, tokens, channels] per token, and leaves those of towers as they are.
 
-    Each layer is given a batch of one, so that all are rounded as the config says.
+    Activations of towers are [patches, channels]. Here each layer is given a batch of one, so that all are rounded as
+    the config says.
     """
     widened = set()
 
@@ -104,7 +112,7 @@ def round_rows_of_two_dimensions(layers):
 
 
 def test_compressed_tensors_decompresses_the_weights_bit_for_bit(folder):
-    """Layer by layer, from the tensors and the config of the folder alone."""
+    """Weights are decompressed layer by layer, from the tensors and the config of the folder alone."""
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
     tensors = load_file(folder / "model.safetensors")
     layers = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}
@@ -124,7 +132,7 @@ def scheme_of(layer, config) -> QuantizationScheme:
 
 
 def dequantized(own):
-    """What our own kernels are given, as a plain weight."""
+    """The weight that our own kernels are given, as a plain tensor."""
     if "weight_packed" not in own:
         return QuantizedWeight(None, own["weight"], own["weight_scale"]).dequantize()
     outputs, inputs = own["weight_shape"].tolist()
@@ -167,7 +175,8 @@ def test_a_tower_that_transformers_cannot_load_packed_is_stored_in_int8(tmp_path
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_pooling_head_that_nothing_reads_is_left_out_of_weights_and_config(tmp_path):
-    folder, with_head = tmp_path / "model", next(shape for shape in ORACLES["llava_onevision"].SHAPES if "pooling-head" in shape.name)  # fmt: skip
+    folder = tmp_path / "model"
+    with_head = next(shape for shape in ORACLES["llava_onevision"].SHAPES if "pooling-head" in shape.name)
     make_checkpoint(folder, with_head)
     compress(folder, tmp_path / "int8", scheme="int8-rtn", device="cpu")
     save_model(load_model(folder, device="cpu"), tmp_path / "copy", like=folder)
@@ -177,7 +186,7 @@ def test_a_pooling_head_that_nothing_reads_is_left_out_of_weights_and_config(tmp
 
 
 def test_the_order_of_activity_is_stated_of_groups_alone(checkpoint, shards, tmp_path):
-    """Releases of compressed-tensors up to 0.15 refuse `actorder` of layers with one scale per output."""
+    """Releases of compressed-tensors up to 0.15 refuse `actorder` for layers with one scale per output."""
     rules = (Rule(part="vision", form="int8", method="gptq"), Rule(part="language", form="int4", method="gptq"))
     calibration = CalibrationConfig(shards=(str(shards / "small"),), num_samples=2)
     compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=rules), calibration=calibration, device="cpu")

@@ -1,4 +1,4 @@
-"""An 8-bit KV cache stated by a compressed folder: the scales that `compressed-tensors` expects, and the engine that reads it."""
+"""An 8-bit KV cache stated by a folder: scales as `compressed-tensors` expects them, and the engine that reads them."""
 
 import dataclasses
 import json
@@ -59,7 +59,8 @@ def kv_scheme(folder):
 
 def test_every_attention_layer_has_scales_and_the_config_says_of_what(folder, form):
     args = QuantizationArgs.model_validate(kv_scheme(folder))
-    assert (args.num_bits, args.type, args.strategy, args.dynamic) == (8, "float" if form == "fp8" else "int", "tensor", False)  # fmt: skip
+    kind = "float" if form == "fp8" else "int"
+    assert (args.num_bits, args.type, args.strategy, args.dynamic) == (8, kind, "tensor", False)
     found = scales_of(folder)
     layers = load_model(folder, device="cpu").config.language.num_layers
     assert len(found) == 2 * layers
@@ -68,7 +69,7 @@ def test_every_attention_layer_has_scales_and_the_config_says_of_what(folder, fo
 
 
 class RoundedAttention(attention.PackedAttention):
-    """Attention to keys and values that are rounded by the package, with the scales of a folder; keeps the largest of each."""
+    """Attention to keys and values that the package rounds with the scales of a folder; keeps the largest of each."""
 
     folder, largest = None, None
 
@@ -81,8 +82,14 @@ class RoundedAttention(attention.PackedAttention):
             [scale] = [tensor for key, tensor in scales.items() if key.endswith(f".{layer}.self_attn.{name}_scale")]
             rows.append(fake_quantize(x.contiguous(), scale, torch.zeros(1), args))
         return attention.attention(
-            q_THK, *rows, self._cu_seqlens, self._cu_seqlens, max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen, causal=True
-        )  # fmt: skip
+            q_THK,
+            *rows,
+            self._cu_seqlens,
+            self._cu_seqlens,
+            max_seqlen_q=self._max_seqlen,
+            max_seqlen_k=self._max_seqlen,
+            causal=True,
+        )
 
 
 @pytest.fixture
@@ -107,7 +114,7 @@ def test_transformers_loads_the_scales_and_computes_our_logits_on_rounded_keys_a
 
 
 def test_scales_are_those_of_the_largest_key_after_rope_and_value(folder, form, checkpoint, samples, rounded):
-    """The first layer alone: what the others read depends on what is rounded before them."""
+    """The first layer alone is compared: what the others read depends on what is rounded before them."""
     model = load_model(checkpoint, device="cpu")
     with torch.no_grad():
         for batch in load_batches(samples, Processor.load(checkpoint), model.config.language.vocab_size):

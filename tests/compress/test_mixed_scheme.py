@@ -89,7 +89,7 @@ def test_a_map_that_is_uniform_gives_the_folder_of_the_uniform_scheme(name, pick
     ("methods", "factor"), [({"int8": "gptq", "int4": "gptq"}, 1.2), ({"int8": "smoothquant", "int4": "awq"}, 3.0)]
 )
 def test_a_group_costs_alone_what_it_costs_in_a_folder(methods, factor, trained, calibration, tmp_path):
-    """Up to sums in another order: of two scales of inputs that are equally good, either may be found."""
+    """Results agree up to sums in another order: if two scales of inputs are equally good, either may be found."""
     checkpoint = trained / "checkpoint"
     model, source, batches = load_model(checkpoint, device="cpu"), Source(checkpoint), samples(trained, calibration)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}

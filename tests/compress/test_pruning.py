@@ -1,4 +1,4 @@
-"""Pruned folders are ordinary ones: `transformers` loads them and computes our logits, and what was kept is what mattered."""
+"""Pruned folders are ordinary ones: `transformers` loads them and computes our logits; what mattered was kept."""
 
 import json
 
@@ -49,7 +49,8 @@ def test_transformers_loads_a_pruned_folder_and_computes_our_logits(
     tmp_path, shards, shape, keep, units, parts, expected
 ):
     folder = make_checkpoint(tmp_path / "model", shape)
-    report = prune(folder, tmp_path / "pruned", config=PruningConfig(keep=keep, units=units, parts=parts), calibration=samples(shards), device="cpu")  # fmt: skip
+    config = PruningConfig(keep=keep, units=units, parts=parts)
+    report = prune(folder, tmp_path / "pruned", config=config, calibration=samples(shards), device="cpu")
     for part, sizes in expected.items():
         assert report.kept[part] | sizes == report.kept[part]
     assert report.parameters_after / report.parameters_before == pytest.approx(keep, abs=0.06)
@@ -61,7 +62,7 @@ def test_transformers_loads_a_pruned_folder_and_computes_our_logits(
 
 
 TILES = [*llava_next.SHAPES[:1], *llava_next.SHAPES[2:], *llava_onevision.SHAPES[2:]]
-"""They select one output or two, counted from either end."""
+"""Models that select one output of the tower or two, counted from either end."""
 
 
 @pytest.mark.parametrize("shape", TILES, ids=lambda shape: shape.name)
@@ -142,7 +143,8 @@ def test_a_protected_layer_is_never_removed_and_the_model_is_unchanged_by_measur
 
 @pytest.mark.parametrize(("kind", "keep"), [("unstructured", 0.6), ("2:4", 0.5)])
 def test_a_mask_leaves_the_size_and_says_that_it_brings_no_speed(checkpoint, shards, tmp_path, kind, keep):
-    report = prune(checkpoint, tmp_path / "masked", config=PruningConfig(keep=keep, kind=kind), calibration=samples(shards), device="cpu")  # fmt: skip
+    config = PruningConfig(keep=keep, kind=kind)
+    report = prune(checkpoint, tmp_path / "masked", config=config, calibration=samples(shards), device="cpu")
     assert report.parameters_after == report.parameters_before
     assert report.speed.startswith("none")
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "masked"))

@@ -1,4 +1,4 @@
-"""What pruning and rounding cost a trained model is given back by distillation and by quantization-aware training (`bench/recover.py`)."""
+"""Distillation and quantization-aware training give back what pruning and rounding cost (`bench/recover.py`)."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_distillation_gives_back_half_of_what_pruning_to_70_percent_costs(root):
 
 
 def test_quantization_aware_training_beats_rounding_where_rounding_costs_most(root):
-    """With two bits: four lose nothing on so small a task."""
+    """Weights have two bits here: with four, nothing is lost on so small a task."""
     model = load_model(original(root), device="cpu")
     with torch.no_grad():
         for name, layer in model.named_modules():

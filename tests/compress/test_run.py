@@ -31,7 +31,7 @@ def calibration(shards):
 
 @pytest.fixture(scope="module")
 def reports(checkpoint, calibration, tmp_path_factory):
-    """Every 4-bit method on the same samples."""
+    """Reports of every 4-bit method on the same samples."""
     folder = tmp_path_factory.mktemp("methods")
     names = ("w4a16-rtn", "w4a16-gptq", "w4a16-awq")
     return {
@@ -62,7 +62,7 @@ def test_methods_beat_rounding_to_nearest_on_the_output(reports, checkpoint, cal
 
 @pytest.mark.parametrize(("name", "order"), [("w4a16-gptq", "weight"), ("w4a16-awq", None)])
 def test_the_order_that_gptq_rounds_inputs_in_is_stated(reports, name, order):
-    """As the package has it: groups stay in a row, and no g_idx is stored."""
+    """The package defines it so: groups stay in a row, and no g_idx is stored."""
     folder, _ = reports[name]
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     groups = list(QuantizationConfig.model_validate(stated).config_groups.values())
@@ -86,7 +86,7 @@ def test_memory_is_as_small_as_the_files(reports, checkpoint):
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_weights_that_are_not_finite_are_refused_by_name(checkpoint, tmp_path, name):
-    """In projections that are rounded, and in what is kept."""
+    """NaN is refused in projections that are rounded, and in tensors that are kept."""
     shutil.copytree(checkpoint, tmp_path / "source")
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     tensors[name].view(-1)[3] = float("nan")
@@ -101,14 +101,15 @@ TINY = [size for size in named_sizes() if size.endswith("/tiny")]
 
 @pytest.mark.parametrize("size", TINY)
 def test_calibration_reaches_every_block_of_every_family(size, shards, tmp_path):
-    """Except for the last blocks of a tower whose output is read before them: they never run, and are rounded to nearest."""
+    """If a tower's output is read before its last blocks, these are excepted: they never run, and round to nearest."""
     initialize_random(tmp_path / "source", named_size(size))
     config = CalibrationConfig(shards=(str(shards / "small"),), num_samples=4)
     report = compress(tmp_path / "source", tmp_path / "out", scheme="w4a16-gptq", calibration=config, device="cpu")
     reached = [layer for layer in report.layers if layer.error is not None]
     assert all(layer.error < layer.rtn_error for layer in reached)
     tower = load_model(tmp_path / "out", device="cpu").vision
-    unused = {f"vision.blocks.{i}" for i in range(getattr(tower.config, "num_run_layers", len(tower.blocks)), len(tower.blocks))}  # fmt: skip
+    num_run = getattr(tower.config, "num_run_layers", len(tower.blocks))
+    unused = {f"vision.blocks.{i}" for i in range(num_run, len(tower.blocks))}
     assert {".".join(layer.name.split(".")[:3]) for layer in report.layers if layer.error is None} == unused
 
 
@@ -197,7 +198,7 @@ def test_a_rule_for_a_head_that_is_the_embedding_is_refused(head, checkpoint, tm
 
 
 def test_a_rule_for_the_patch_embedding_alone_is_refused(tmp_path):
-    """It is kept, so the rule would have no effect."""
+    """The projection is kept, so the rule would have no effect."""
     source = make_checkpoint(tmp_path / "source", llava_next.SHAPES[0])
     rules = (Rule(part="language", form="int8"), Rule(part="vision", form="int8", projections=("proj",)))
     with pytest.raises(

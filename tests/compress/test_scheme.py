@@ -7,7 +7,13 @@ from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme, load_s
 from saccade.errors import ConfigError
 from saccade.model.quantization import fitting_group
 
-NAMES = ["vision.patch_embed.proj", *(f"vision.blocks.{i}.mlp.down_proj" for i in range(4)), "projector.mlp.0", *(f"language.layers.{i}.{name}" for i in range(4) for name in ("self_attn.q_proj", "mlp.down_proj")), "head"]  # fmt: skip
+NAMES = [
+    "vision.patch_embed.proj",
+    *(f"vision.blocks.{i}.mlp.down_proj" for i in range(4)),
+    "projector.mlp.0",
+    *(f"language.layers.{i}.{name}" for i in range(4) for name in ("self_attn.q_proj", "mlp.down_proj")),
+    "head",
+]
 
 
 def test_the_first_rule_that_matches_decides():
@@ -26,8 +32,17 @@ def test_the_first_rule_that_matches_decides():
 
 @pytest.mark.parametrize(
     ("num_inputs", "wanted", "group"),
-    [(2048, 128, 128), (3420, 128, None), (4304, 128, None), (1152, 128, 128), (1280, 512, 128), (96, 128, 32), (320, 64, 64), (80, 16, 16)],
-)  # fmt: skip
+    [
+        (2048, 128, 128),
+        (3420, 128, None),
+        (4304, 128, None),
+        (1152, 128, 128),
+        (1280, 512, 128),
+        (96, 128, 32),
+        (320, 64, 64),
+        (80, 16, 16),
+    ],
+)
 def test_a_group_size_divides_the_inputs_or_is_replaced(num_inputs, wanted, group):
     assert fitting_group(num_inputs, wanted) == group
 
@@ -70,7 +85,8 @@ def test_a_rule_that_matches_nothing_is_refused():
         Rule(part="language", layers="7", form="int4"),
         Rule(part="vision", projections=("fc9",), form="int8"),
     ):
-        with pytest.raises(ConfigError, match=r"matches no projection. Correct it: its blocks are 0-\d+, its projections \w+") as caught:  # fmt: skip
+        expected = r"matches no projection. Correct it: its blocks are 0-\d+, its projections \w+"
+        with pytest.raises(ConfigError, match=expected) as caught:
             check_scheme(Scheme(rules=(rule,)), NAMES)
         assert "Rule(" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"with layers 2-9 goes beyond the model\. Correct it: its blocks are 0-3"):

@@ -18,7 +18,10 @@ def make_sensitivity(rng, num_groups):
     def options(group):
         size = rng.randint(1000, 9000)
         forms = (("keep", 1.0, 0.0), ("int8", 0.5, rng.random() * 1e-3), ("int4", 0.27, rng.random() * 1e-1))
-        return [Candidate(group=group, form=f, group_size=None, num_bytes=int(size * s), kl=k, loss_change=k) for f, s, k in forms]  # fmt: skip
+        return [
+            Candidate(group=group, form=f, group_size=None, num_bytes=int(size * s), kl=k, loss_change=k)
+            for f, s, k in forms
+        ]
 
     groups = [f"language.layers.{i}.mlp" for i in range(num_groups)]
     return Sensitivity(
@@ -56,7 +59,8 @@ def test_the_command_picks_a_scheme_within_a_size_and_reports(checkpoint, shards
     assert [row["name"] for row in found["models"]] == ["original", "mixed-0.5"]
     assert found["models"][1]["memory_bytes"] < found["models"][0]["memory_bytes"]
     written = tmp_path / "out" / "compression"
-    assert {file.name for file in written.iterdir()} >= {"report.html", "report.json", "scheme.toml", "sensitivity.json", "sensitivity.svg"}  # fmt: skip
+    expected = {"report.html", "report.json", "scheme.toml", "sensitivity.json", "sensitivity.svg"}
+    assert {file.name for file in written.iterdir()} >= expected
     groups = json.loads((written / "sensitivity.json").read_text())["groups"]
     assert {name.partition(".")[0] for name in groups} == {"vision", "projector", "language"}
     again = load_scheme(written / "scheme.toml")

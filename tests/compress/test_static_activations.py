@@ -1,4 +1,7 @@
-"""int8 with static activations: one scale per layer from calibration, with a zero point if asymmetric, as the `compressed-tensors` package rounds."""
+"""int8 with static activations: one scale per layer from calibration, with a zero point if asymmetric.
+
+Activations are rounded as the `compressed-tensors` package rounds them.
+"""
 
 import json
 from dataclasses import replace
@@ -127,7 +130,8 @@ def test_a_zero_point_halves_the_error_of_inputs_of_one_sign():
     errors = {}
     for symmetric in (True, False):
         rule = Rule(part="vision", form="int8", static=True, symmetric=symmetric)
-        layer = Linear8bit(64, 32, StoredScheme("int8", has_input_scale=True, has_input_zero_point=not symmetric), bias=False)  # fmt: skip
+        scheme = StoredScheme("int8", has_input_scale=True, has_input_zero_point=not symmetric)
+        layer = Linear8bit(64, 32, scheme, bias=False)
         stored = quantize(weight, rule, statistics, weight.dtype)
         for name, tensor in stored.tensors().items():
             layer.load_tensor(name, tensor, None)
@@ -156,7 +160,9 @@ def test_a_gpu_computes_what_a_cpu_computes(folder, checkpoint):
 
 
 def test_a_block_that_the_forward_pass_never_runs_needs_no_calibration(shards, tmp_path):
-    """LLaVA-NeXT reads the last tower block but one. Without images no block of the tower has a scale, and that is refused."""
+    """LLaVA-NeXT reads the last tower block but one.
+
+    Without images no block of the tower has a scale, which is refused."""
     source = make_checkpoint(tmp_path / "source", ORACLES["llava_next"].SHAPES[0])
     samples = CalibrationConfig(shards=(str(shards / "large"),), num_samples=2, max_tokens=8192)
     scheme = Scheme(rules=(Rule(part="vision", form="int8", method="gptq", static=True),))
