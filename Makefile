@@ -18,9 +18,12 @@ help:
 	@echo "make docs         the documentation site in site/; warnings are errors"
 	@echo "make clean        remove the environment and caches"
 
-# Every package is pinned, so three pips install them in parallel, one mostly waiting for the network, and resolve nothing; the last one resolves, with everything at hand but triton.
-# Python 3.11's own pip takes twice as long as this one. setuptools is among the pins: without it pip makes an environment to build ours.
-# Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are compiled then.
+# Every package is pinned, so three pips install them in parallel, one mostly waiting for the network, and resolve
+# nothing; the last one resolves, with everything at hand but triton.
+# Python 3.11's own pip takes twice as long as this one. setuptools is among the pins: without it pip makes an
+# environment to build ours.
+# Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are
+# compiled on import.
 # Our pip is installed by that of $(PYTHON): ensurepip would take 4 s to install another one first.
 INSTALL := install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 PIP := $(BIN)/python -m pip $(INSTALL)

@@ -3,8 +3,8 @@
 #
 #     sbatch --nodes 4 recipes/slurm.sh recipes/qwen2.5-vl-7b-fsdp.toml [--set key=value]...
 #
-# Five minutes before its time limit the run gets SIGTERM: it finishes the step, saves its state and stops; the job is requeued and
-# resumes. If a process dies or hangs, torchrun restarts all of them, up to three times.
+# Five minutes before its time limit the run gets SIGTERM: it finishes the step, saves its state and stops; the job is
+# requeued and resumes. If a process dies or hangs, torchrun restarts all of them, up to three times.
 #SBATCH --job-name=saccade
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

@@ -183,7 +183,7 @@ class Function(Wire):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    """Its name."""
+    """Name of the function."""
     description: str | None = None
     """What it does, for the model."""
     parameters: JsonObject | None = None
@@ -205,7 +205,7 @@ class ChosenFunction(Wire):
     """The name of a function."""
 
     name: str
-    """Its name."""
+    """Name of the function."""
 
 
 class ChosenTool(Wire):
@@ -300,11 +300,11 @@ class TopLogprob(Wire):
     """A likely token."""
 
     token: str
-    """Its text."""
+    """Text of the token."""
     logprob: float
-    """Its log-probability."""
+    """Log-probability of the token."""
     bytes: list[int] | None
-    """Its bytes; null for a control token."""
+    """Bytes of the token; null for a control token."""
 
 
 class TokenLogprob(TopLogprob):
@@ -340,7 +340,7 @@ class ChatChoice(Wire):
     """One completion."""
 
     index: int
-    """Its number."""
+    """Number of the completion."""
     message: AnswerMessage
     """The answer."""
     logprobs: ChoiceLogprobs | None

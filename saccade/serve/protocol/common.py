@@ -165,9 +165,9 @@ class PromptLogprob(Wire):
     """A token of the prompt, or a likely one in its place."""
 
     logprob: float
-    """Its log-probability."""
+    """Log-probability of the token."""
     decoded_token: str
-    """Its text."""
+    """Text of the token."""
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
@@ -189,7 +189,7 @@ class Usage(Wire):
     completion_tokens: int
     """Tokens of all completions."""
     total_tokens: int
-    """Their sum."""
+    """Sum of prompt and completion tokens."""
     prompt_tokens_details: PromptTokensDetails
     """Details of the prompt's tokens."""
 

@@ -11,7 +11,7 @@ class ServedModel(Wire):
     """A served model."""
 
     id: str
-    """Its name."""
+    """Name of the model."""
     object: Literal["model"]
     """model"""
     created: int

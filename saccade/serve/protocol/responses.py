@@ -233,7 +233,7 @@ class ResponsesUsage(Wire):
     output_tokens_details: OutputTokensDetails
     """Details of the output tokens."""
     total_tokens: int
-    """Their sum."""
+    """Sum of input and output tokens."""
 
 
 class ResponsesAnswer(Wire):

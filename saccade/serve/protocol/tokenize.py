@@ -56,7 +56,7 @@ class DetokenizeRequest(Wire):
     model: str | None = None
     """Name of the served model."""
     tokens: Annotated[Items[TokenId], Field(max_length=2**20)]
-    """Their ids."""
+    """Ids of the tokens."""
 
 
 class DetokenizeResponse(Wire):
