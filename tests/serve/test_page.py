@@ -525,7 +525,7 @@ def test_conversations_survive_a_reload_are_exported_and_deleted(page, server):
 
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("#conversations .open").nth(1).click()
-    page.wait_for_selector("text=first *question*")
+    page.wait_for_selector(".message.user >> text=first *question*")  # not its title in the list
     assert page.locator(".message").count() == 4
     page.locator("#conversations li").nth(1).hover()
     page.click("[aria-label='Delete first *question*']")
