@@ -26,11 +26,11 @@ from saccade.serve.load.workload import Workload
 
 SIDE, NUM_OUTPUT = 672, 128
 NUM_SINGLE = 24
-"""Requests one at a time."""
+"""Number of requests that are sent one at a time."""
 
 
 def workloads(num_requests: int) -> dict[str, Workload]:
-    """Requests that are sent at once."""
+    """Return the requests that are sent at once."""
     return {
         "shared": Workload(
             num_requests=num_requests, images="repeated", side=SIDE, num_words=14, num_output=NUM_OUTPUT
@@ -43,7 +43,7 @@ SINGLE = Workload(num_requests=NUM_SINGLE, images="unique", side=SIDE, num_words
 
 
 def name_all_tokens(checkpoint: Path) -> None:
-    """Give the ids between the bytes and the special tokens words, which no text is encoded to."""
+    """Give a word to each id between the bytes and the special tokens; no text is encoded to it."""
     path = checkpoint / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocab, first_special = tokenizer["model"]["vocab"], min(token["id"] for token in tokenizer["added_tokens"])
@@ -52,7 +52,7 @@ def name_all_tokens(checkpoint: Path) -> None:
 
 
 def conversations(workload: Workload) -> list[list[dict[str, Any]]]:
-    """What its HTTP requests ask. Images are the bytes that their URLs contain, as callers in Python have them."""
+    """Return the conversations of the HTTP requests, with images as bytes, as callers in Python have them."""
     made = [json.loads(body)["messages"] for body in workload.bodies("model")]
     for messages in made:
         for part in messages[0]["content"]:
@@ -62,7 +62,7 @@ def conversations(workload: Workload) -> list[list[dict[str, Any]]]:
 
 
 def in_process(checkpoint: Path, num_requests: int, rounds: int) -> dict[str, float]:
-    """Requests per second of each workload, and TTFT in seconds."""
+    """Measure requests per second of each workload, and TTFT in seconds, in this process."""
     from saccade.engine import Engine, EngineConfig, SamplingParams
 
     def sampling(num_tokens: int) -> SamplingParams:
@@ -86,7 +86,7 @@ def in_process(checkpoint: Path, num_requests: int, rounds: int) -> dict[str, fl
 
 
 def over_http(checkpoint: Path, num_requests: int, rounds: int) -> dict[str, float]:
-    """The same of a server."""
+    """Measure the same of a server."""
     found = {}
     options = ["--max-requests", num_requests, "--max-queued", num_requests, "--max-model-len", 8192]
     with ServerProcess(checkpoint, *options, "--set", "engine.prefix_cache=false") as server:

@@ -40,7 +40,7 @@ SIZES = (
 """Height and width of images in pixels."""
 NUM_PREFIX = 40
 LATENCIES, LEVELS = (("TTFT", "ttft_ms"), ("gap", "gap_ms")), ("p50", "p99")
-"""What the plot shows."""
+"""Figures of the plot."""
 FIRST_S = 15.0
 """Seconds whose requests are also reported apart."""
 
@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """The requests of one run."""
+    """Draw the requests of one run."""
     rng = np.random.default_rng(seed)
     arrivals, now = [], rng.exponential(1 / rate)
     while now < seconds:
@@ -67,7 +67,7 @@ def poisson(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The requests of a JSONL file."""
+    """Read the requests of a JSONL file."""
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     return [Arrival(r["arrival_s"], r["num_text"], r["num_output"], [tuple(i) for i in r["images"]]) for r in records]
 
@@ -86,7 +86,7 @@ class Prompts:
         return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
 
     def make(self, arrival: Arrival) -> tuple[list[int], list[Image.Image]]:
-        """Token ids and images."""
+        """Return token ids and images."""
         ids = [*self._prefix, *self._image * len(arrival.images), *self._ids(arrival.num_text)]
         pixels = [self._rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in arrival.images]
         return ids, [Image.fromarray(array) for array in pixels]
@@ -143,12 +143,12 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
 
 
 def percentiles(values: NDArray[Any]) -> dict[str, float]:
-    """p50, p95, p99 and the maximum."""
+    """Return p50, p95, p99 and the maximum."""
     return {name: float(np.percentile(values, q)) for name, q in (("p50", 50), ("p95", 95), ("p99", 99), ("max", 100))}
 
 
 def show(row: dict[str, Any]) -> str:
-    """One line."""
+    """Write one line."""
     ttft, first, gap = (
         " / ".join(f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max"))
         for kind in ("ttft_ms", "first_ttft_ms", "gap_ms")

@@ -41,7 +41,7 @@ $$\text{total} = (1 + t) \sum_{i=1}^{N} n_i \, p_i, \qquad t = \frac{\text{tax}}
 total = (1 + tax / net) * sum(n * p for n, p in items)
 ```
 """
-"""An answer that shows what the page renders."""
+"""An answer that shows the forms that the page renders."""
 VIEWS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1200, "height": 780}},
     "dark": {"viewport": {"width": 1200, "height": 780}, "color_scheme": "dark"},
@@ -86,7 +86,7 @@ def main() -> None:
 def talk(page: Any, images: list[Path], question: str) -> None:
     """Ask about each image in a chat of its own, the first last, with greedy decoding.
 
-    Where there is space, the history and settings are open.
+    If there is space, the history and settings are open.
     """
     page.click("#open-settings")
     page.fill("#temperature", "0")
@@ -112,7 +112,7 @@ def ask_page(page: Any, image: Path, question: str) -> None:
 
 
 def show_markdown(page: Any, args: argparse.Namespace) -> None:
-    """An answer with a table, maths and code."""
+    """Show an answer with a table, maths and code."""
     chunks = [{"choices": [{"index": 0, "delta": {"content": MARKDOWN}}]}]
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
@@ -126,7 +126,7 @@ def show_markdown(page: Any, args: argparse.Namespace) -> None:
 
 
 def status(browser: Any, args: argparse.Namespace) -> None:
-    """The status view, opened at the end of some time under load."""
+    """Show the status view, opened after some time under load."""
     ends_at = time.monotonic() + args.load_s
     clients = [threading.Thread(target=ask, args=(args.url, args.images, ends_at, seed)) for seed in range(6)]
     for client in clients:
@@ -141,7 +141,7 @@ def status(browser: Any, args: argparse.Namespace) -> None:
 
 
 def ask(url: str, images: list[Path], ends_at: float, seed: int) -> None:
-    """One client: a question, a pause, a question."""
+    """Ask as one client: a question, a pause, a question."""
     chance = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
@@ -156,14 +156,14 @@ def ask(url: str, images: list[Path], ends_at: float, seed: int) -> None:
 
 
 def new_image(chance: random.Random) -> bytes:
-    """An image that no cache has."""
+    """Return an image that no cache has."""
     file = io.BytesIO()
     Image.effect_noise((chance.randrange(56, 280), chance.randrange(56, 280)), chance.uniform(10, 90)).save(file, "PNG")
     return file.getvalue()
 
 
 def save(page: Any, path: Path) -> None:
-    """A picture with 256 colours, which are enough for a page."""
+    """Save a picture with 256 colours, which are enough for a page."""
     page.wait_for_timeout(300)
     page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

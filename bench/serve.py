@@ -52,7 +52,7 @@ VLLM = {
 
 
 def process_age() -> float:
-    """Seconds since this process was started, importing torch included."""
+    """Return the seconds since this process was started, importing torch included."""
     ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
@@ -69,34 +69,34 @@ class Prompts:
         self._rng, self._side = np.random.default_rng(seed), side
 
     def image(self) -> Image.Image:
-        """Noise."""
+        """Return a noise image."""
         return Image.fromarray(self._rng.integers(0, 256, (self._side, self._side, 3), dtype=np.uint8))
 
     def ids(self, count: int) -> list[int]:
-        """Random text."""
+        """Return random text tokens."""
         return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
 
     def with_image(self, image: Image.Image | None = None, num_text: int = NUM_TEXT) -> Prompt:
-        """An image followed by text."""
+        """Return a prompt of an image and text."""
         start, end = self._marks
         return [start, self._image_id, end, *self.ids(num_text)], [image or self.image()]
 
     def text(self, low: int, high: int) -> Prompt:
-        """Text of a random length."""
+        """Return a text prompt of a random length."""
         return self.ids(int(self._rng.integers(low, high + 1))), []
 
     def lengths(self, low: int, high: int, count: int) -> list[int]:
-        """Random output lengths."""
+        """Return random output lengths."""
         return [int(n) for n in self._rng.integers(low, high + 1, count)]
 
 
 def greedy(num_tokens: int) -> SamplingParams:
-    """Greedy, of exactly this length."""
+    """Return greedy sampling of exactly this length."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
 def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]) -> tuple[float, int]:
-    """Seconds until the last completion, and output tokens."""
+    """Return the seconds until the last completion, and the number of output tokens."""
     begin = time.perf_counter()
     completions = engine.generate_tokens(prompts, samplings)
     seconds = time.perf_counter() - begin
@@ -106,7 +106,7 @@ def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]
 
 
 def latency(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
-    """TTFT and TPOT of one request at a time."""
+    """Measure TTFT and TPOT of one request at a time."""
     for _ in range(3):
         timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)])
     first = [timed(engine, [prompts.with_image()], [greedy(1)])[0] for _ in range(4 * rounds)]
@@ -120,7 +120,7 @@ def latency(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
 def throughput(
     name: str, engine: Engine, make: Callable[[], tuple[list[Prompt], list[SamplingParams]]], rounds: int
 ) -> Record:
-    """Requests and tokens per second of many requests at once."""
+    """Measure requests and tokens per second of many requests at once."""
     timed(engine, *make())
     found = [(seconds, tokens, len(prompts)) for prompts, samplings in (make() for _ in range(rounds))
              for seconds, tokens in [timed(engine, prompts, samplings)]]  # fmt: skip
@@ -136,7 +136,7 @@ def throughput(
 
 
 def workloads(prompts: Prompts, count: int) -> dict[str, Callable[[], tuple[list[Prompt], list[SamplingParams]]]]:
-    """Requests submitted at once, new ones for every round."""
+    """Return functions that make the requests of a round."""
 
     def shared() -> tuple[list[Prompt], list[SamplingParams]]:
         image = prompts.image()
@@ -154,7 +154,7 @@ def workloads(prompts: Prompts, count: int) -> dict[str, Callable[[], tuple[list
 
 
 def schema(number: int) -> dict[str, Any]:
-    """One of 16 JSON schemas, each with an end."""
+    """Return one of 16 JSON schemas of bounded length."""
     kinds = ["person", "company", "animal"]
     fields: dict[str, Any] = {
         "name": {"type": "string", "maxLength": 24},
@@ -199,8 +199,7 @@ def structured(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record
 def _seconds_of_first(
     engine: Engine, prompts: Prompts, half: int, others: list[SamplingParams]
 ) -> tuple[list[str], float]:
-    """Submit `half` plain requests and the others in turn: the texts of the others, and when the last plain one
-    ended."""
+    """Submit `half` plain requests and the others in turn; return the texts of the others and the time of the plain."""
     ended: queue.SimpleQueue[tuple[int, float, Any]] = queue.SimpleQueue()
 
     def submit(number: int, sampling: SamplingParams) -> None:
@@ -221,7 +220,7 @@ def _seconds_of_first(
 
 
 def drafts(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
-    """Tokens per second of few requests, repeating and random."""
+    """Measure tokens per second of few requests, repeating and random."""
     before = engine.statistics.num_accepted_draft_tokens
     biased = dict.fromkeys((1000, 2000), 100.0)
     for name, options in (("repeat", {"logit_bias": biased}), ("random", {"temperature": 1.0, "seed": 1})):
@@ -238,7 +237,7 @@ def drafts(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
 
 
 def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
-    """GPU utilization of one request and of many, from a profiler trace."""
+    """Measure the GPU utilization of one request and of many, from a profiler trace."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -273,7 +272,7 @@ def is_comparable(checkpoint: Path, num_requests: int, side: int, device: str) -
 
 
 def make_checkpoint(folder: Path, size: str) -> None:
-    """Random weights of a named size, written by another process so that this one starts clean."""
+    """Write random weights of a named size, in another process so that this one starts clean."""
     code = (
         "import sys; from saccade.model.initialize import initialize_random, named_size; "
         "initialize_random(sys.argv[1], named_size(sys.argv[2]))"
@@ -314,7 +313,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Record]:
-    """All records; also written to `--out`."""
+    """Return all records, which are also written to `--out`."""
     settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     config = EngineConfig(
         **(

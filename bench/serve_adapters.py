@@ -29,7 +29,7 @@ from saccade.model.weights import meta_model
 
 
 def write_adapter(checkpoint: Path, folder: Path, rank: int, seed: int) -> Path:
-    """A random adapter on every projection of the decoder, in PEFT's layout."""
+    """Write a random adapter on every projection of the decoder, in PEFT's layout."""
     family, generator = family_of(checkpoint), torch.Generator().manual_seed(seed)
     tensors = {}
     for name, layer in projections(meta_model(checkpoint)[0].language.layers):
@@ -45,7 +45,7 @@ def write_adapter(checkpoint: Path, folder: Path, rank: int, seed: int) -> Path:
 
 
 def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams], names: list[str | None]) -> float:
-    """Seconds until the last completion; request i has adapter i of `names`, in turn."""
+    """Return the seconds until the last completion; requests use the adapters of `names` in turn."""
     left, failures, done = len(prompts), [], threading.Event()
     begin = time.perf_counter()
 
@@ -66,7 +66,7 @@ def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]
 
 
 def measure(engine: Engine, prompts: Prompts, names: list[str | None], options: argparse.Namespace) -> dict[str, float]:
-    """TPOT in ms and output tokens per second."""
+    """Measure TPOT in ms and output tokens per second."""
 
     def of_length(num_tokens: int) -> float:
         made = [prompts.text(256, 256) for _ in range(options.requests)]

@@ -29,7 +29,7 @@ Conversation = list[dict[str, object]]
 
 
 def make_checkpoint(folder: Path, num_layers: int, width: int) -> None:
-    """Random weights of the benchmark's shape."""
+    """Write random weights of the benchmark's shape."""
     language = LanguageConfig(
         vocab_size=151936, hidden_size=width, num_layers=num_layers, num_heads=14, num_kv_heads=2,
         intermediate_size=4864, rope_theta=1e6, rope_sections=(8, 12, 12), norm_eps=1e-6, max_positions=4096,
@@ -42,7 +42,7 @@ def make_checkpoint(folder: Path, num_layers: int, width: int) -> None:
 
 
 def conversations(count: int) -> list[Conversation]:
-    """One noise image and 64 tokens of text each (the tokenizer reads bytes)."""
+    """Return conversations of one noise image and 64 tokens of text (the tokenizer reads bytes)."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(count):
@@ -67,7 +67,7 @@ class Transformers:
         self.template = (folder / "chat_template.jinja").read_text()
 
     def generate(self, batch: list[Conversation], num_tokens: int) -> torch.Tensor:
-        """New token ids of a padded batch."""
+        """Return the new token ids of a padded batch."""
         texts, pictures = [], []
         for [message] in batch:
             picture, text = message["content"]  # type: ignore[misc]
@@ -98,7 +98,7 @@ class Transformers:
 def saccade(
     folder: Path, asked: list[Conversation], first: Conversation, num_tokens: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds and tokens of the engine."""
+    """Return seconds and tokens of the engine."""
     config = EngineConfig(max_requests=64, max_length=2048, num_workers=0)
     with Engine.load(folder, device="cpu", config=config) as engine:
         engine.generate([first], SamplingParams(max_tokens=2))
@@ -110,7 +110,7 @@ def saccade(
 def transformers(
     folder: Path, asked: list[Conversation], first: Conversation, num_tokens: int, batch: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds and tokens of `generate`."""
+    """Return seconds and tokens of `generate`."""
     peer = Transformers(folder)
     peer.generate([first], 2)
     begin = time.perf_counter()

@@ -29,13 +29,13 @@ from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 
 def text_prompt(rng: np.random.Generator, length: int) -> TokenPrompt:
-    """A prompt of random token ids."""
+    """Return a prompt of random token ids."""
     ids = [int(i) for i in rng.integers(1, 150_000, length)]
     return TokenPrompt(token_ids=ids, positions=mrope_positions([TextSpan(length)]))
 
 
 def image_prompt(rng: np.random.Generator) -> TokenPrompt:
-    """A prompt with an image of 672 x 672 pixels and 62 text tokens."""
+    """Return a prompt with an image of 672 x 672 pixels and 62 text tokens."""
     patches = rng.integers(0, 256, (2304, 588), dtype=np.uint8)
     span = ImageSpan(key=rng.bytes(32), start=1, num_tokens=576, num_patches=2304)
     ids = [151652, *[151655] * 576, 151653, *(int(i) for i in rng.integers(1, 150_000, 62))]

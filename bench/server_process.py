@@ -1,4 +1,4 @@
-"""A server in a process of its own, for benchmarks and tests: start it, wait until it is ready, stop it."""
+"""Run a server in a process, for benchmarks and tests: start it, wait until it is ready, stop it."""
 
 import re
 import signal
@@ -32,7 +32,7 @@ class ServerProcess:
         self.stop()
 
     def start(self) -> float:
-        """Start it and wait; the seconds that it took."""
+        """Start it and wait; return the seconds that this took."""
         began = time.perf_counter()
         offset = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [sys.executable, "-m", "saccade", "serve", self._checkpoint, "--port", self._port, *self._options]
@@ -62,7 +62,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """Text that it has logged so far."""
         return self.log_path.read_text(errors="replace")
 
     def kill(self) -> None:
@@ -71,7 +71,7 @@ class ServerProcess:
         self.process.wait()
 
     def stop(self) -> int:
-        """Drain and end it, or kill it if that takes long; its exit status."""
+        """Drain and end it, or kill it if that takes long; return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

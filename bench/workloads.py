@@ -1,8 +1,7 @@
 """Training workloads: uniform and ragged packed sequences of image-text samples, random pixels and token ids.
 
-uniform   16 samples of one 672 x 672 image (576 tokens and two markers) and 446 text tokens: 16384 tokens, 36864
-patches ragged    4 batches of 32 samples, image size drawn from `RAGGED_SIZES`, text length min(1024, max(16, exp(N(4,
-1)))), seed 7
+uniform   16 samples of one 672 x 672 image (576 tokens, two markers) and 446 text tokens: 16384 tokens, 36864 patches
+ragged    4 batches of 32 samples: image size drawn from `RAGGED_SIZES`, min(1024, max(16, exp(N(4, 1)))) text tokens
 
 Every token carries a label.
 """
@@ -20,7 +19,7 @@ RAGGED_SIZES = ((224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672
 """Height and width in pixels."""
 VISION_START, VISION_END, IMAGE_PAD = 151652, 151653, 151655
 TEXT_IDS = 150000
-"""Text ids are below this, so that none is a control token."""
+"""Number of text ids; none of them is a control token."""
 
 
 class SampleShape(NamedTuple):
@@ -31,18 +30,18 @@ class SampleShape(NamedTuple):
     num_text: int
 
     def grid(self, vision: VisionConfig) -> tuple[int, int, int]:
-        """Frame pairs, rows and columns of patches; sides are whole multiples of a token."""
+        """Return frame pairs, rows and columns of patches; sides are whole multiples of a token."""
         cell = vision.patch_size * vision.merge_size
         return 1, round(self.height / cell) * vision.merge_size, round(self.width / cell) * vision.merge_size
 
 
 def uniform() -> list[list[SampleShape]]:
-    """One batch of 16 equal samples."""
+    """Return one batch of 16 equal samples."""
     return [[SampleShape(672, 672, 446)] * 16]
 
 
 def ragged() -> list[list[SampleShape]]:
-    """Four batches of 32 unequal samples."""
+    """Return four batches of 32 unequal samples, with seed 7."""
     rng = np.random.default_rng(7)
     batches = []
     for _ in range(4):
@@ -56,7 +55,7 @@ WORKLOADS = {"uniform": uniform, "ragged": ragged}
 
 
 def packed_sequence(samples: list[SampleShape], vision: VisionConfig, seed: int = 0) -> ModelInputs:
-    """One packed sequence of the samples, uint8 pixels."""
+    """Pack the samples into one sequence, with uint8 pixels."""
     sequences = [
         _one(sample, vision, torch.Generator().manual_seed(seed * 1000 + i)) for i, sample in enumerate(samples)
     ]
