@@ -1,6 +1,6 @@
 """Packed model inputs: the output of the processor.
 
-The tokens of several conversations are concatenated, and so are the patches of their images. Nothing is padded;
+The tokens of several conversations are concatenated, and the patches of their images too. Nothing is padded;
 `cu_seqlens` mark the boundaries.
 """
 
