@@ -8,11 +8,11 @@
     results.report()                      # plain data for status and page
 
 Users are assigned by weighted rendezvous hashing with the experiment's name as salt: a user keeps the variant,
-experiments are independent of each other, and a changed weight moves only as many users as it must. Requests of one
+experiments are independent of each other, and a changed proportion moves only as many users as it must. Requests of one
 user are alike, so the unit of every statistic is the user: a metric's mean is the mean over users of each user's mean.
 
 Both tests may be looked at any time. The sample ratio is tested by an e-value of the counts of users, with a Dirichlet
-prior around the weights (Lindon and Malek, 2022); means are compared by asymptotic confidence sequences (Waudby-Smith
+prior around the proportions (Lindon and Malek, 2022); means are compared by asymptotic confidence sequences (Waudby-Smith
 and others, 2021).
 """
 
@@ -44,8 +44,8 @@ class Variant:
     """Name of the variant."""
     version: str
     """Version of the model that its users get."""
-    weight: float = 1.0
-    """Share of users, relative to the weights of the others."""
+    proportion: float = 1.0
+    """Users in proportion to those of the other variants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Experiment:
         names = [variant.name for variant in self.variants]
         if len(names) < 2 or len(set(names)) < len(names):
             raise ConfigError(f"experiment {self.name!r} has variants {names}. Use two or more, with distinct names")
-        if any(not 0 < variant.weight < math.inf for variant in self.variants):
-            raise ConfigError(f"experiment {self.name!r}: weights must be above 0. Remove a variant without users")
+        if any(not 0 < variant.proportion < math.inf for variant in self.variants):
+            raise ConfigError(f"experiment {self.name!r}: proportions must be above 0. Remove a variant without users")
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
             raise ConfigError(f"experiment {self.name!r} has metrics {list(self.metrics)}. Name distinct ones")
         if not 0 < self.false_verdicts < 1:
@@ -77,13 +77,13 @@ class Experiment:
 
         def priority(variant: Variant) -> float:
             draw = position(user, f"{self.name}/{variant.name}")
-            return variant.weight / -math.log(draw) if draw > 0 else 0.0
+            return variant.proportion / -math.log(draw) if draw > 0 else 0.0
 
         return max(self.variants, key=priority)
 
     def share(self, variant: Variant) -> float:
         """Share of users that a variant should have."""
-        return variant.weight / sum(one.weight for one in self.variants)
+        return variant.proportion / sum(one.proportion for one in self.variants)
 
 
 class _UserMeans:

@@ -208,7 +208,7 @@ class Rollout:
                 trial.comparison.observe_running(value)
             if self.state is State.RAMPING and not (trial.objective.is_latency and self._is_settling):
                 trial.add(value, is_new=is_new)
-                if share < 1:
+                if share < 1 and trial.objective.max_ratio is not None:
                     trial.comparison.add(value, user, share)
 
     def decide(self, now: float) -> Decision | None:

@@ -14,7 +14,7 @@ USERS = [f"user {number}" for number in range(6000)]
 
 
 def experiment(name="colors", weights=(1.0, 1.0), **fields):
-    variants = tuple(Variant(name=f"v{number}", version="may", weight=one) for number, one in enumerate(weights))
+    variants = tuple(Variant(name=f"v{number}", version="may", proportion=one) for number, one in enumerate(weights))
     return Experiment(name=name, variants=variants, **fields)
 
 
@@ -113,7 +113,7 @@ def test_another_controller_continues_with_the_same_report():
     ("fields", "message"),
     [
         ({"weights": (1.0,)}, "two or more"),
-        ({"weights": (1.0, 0.0)}, "weights must be above 0"),
+        ({"weights": (1.0, 0.0)}, "proportions must be above 0"),
         ({"metrics": ()}, "metrics"),
         ({"metrics": ("tpot", "tpot")}, "metrics"),
         ({"false_verdicts": 1.0}, "false_verdicts"),
