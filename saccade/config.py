@@ -30,6 +30,14 @@ from saccade.files import atomic_write
 T = TypeVar("T")
 
 
+def check_positive(config: object, *names: str) -> None:
+    """Refuse a field that is 0 or less; for `__post_init__` of a config."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
+
+
 def load_config(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """Read a TOML file, apply `a.b=c` overrides, decode strictly into `kind`."""
     try:

@@ -150,7 +150,7 @@ def _plan_training(model: str, gpu: str, gpus: int, flags: dict[str, Any]) -> di
     """The plan of a model, or of each stage of a recipe."""
     from saccade.plan.gpus import gpu_named
     from saccade.plan.training import plan_model, plan_recipe
-    from saccade.train.config import ParallelConfig
+    from saccade.train.parallel_config import ParallelConfig
 
     if model.endswith(".toml"):
         for flag, key in _RECIPE_KEYS.items():

@@ -12,12 +12,13 @@ from saccade.config import load_config
 from saccade.model.families import download_advice, load_model_config
 from saccade.plan.gpus import Gpu
 from saccade.plan.served_model import model_config
-from saccade.train.config import ParallelConfig, TrainConfig
+from saccade.train.config import TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
 from saccade.train.memory_advice import Checkpointing, advice, compare_checkpointing
 from saccade.train.memory_check import stage_planner
 from saccade.train.memory_plan import MemoryPlan
+from saccade.train.parallel_config import ParallelConfig
 
 
 @dataclass(frozen=True)

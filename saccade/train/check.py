@@ -14,11 +14,12 @@ from saccade.errors import CheckpointError, ConfigError, DataError, UserError
 from saccade.model.families import load_model_config
 from saccade.processor import Processor
 from saccade.train.batches import log_indexing, open_validation_stream
-from saccade.train.config import StageConfig, TrainConfig
+from saccade.train.config import TrainConfig
 from saccade.train.lora import base_shapes
 from saccade.train.memory_check import device_gib, planner_here
 from saccade.train.objectives.build import check_objective, check_stored_logits
 from saccade.train.parallelize import build_model, choose_strategy
+from saccade.train.stage_config import StageConfig
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
 from saccade.world import World, open_world
 

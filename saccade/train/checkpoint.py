@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from saccade.errors import CheckpointError
 from saccade.files import atomic_write, sync_to_disk
-from saccade.train.config import CheckpointConfig
+from saccade.train.run_config import CheckpointConfig
 from saccade.world import World
 
 logger = logging.getLogger(__name__)

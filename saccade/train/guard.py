@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from saccade.train.config import GuardConfig
+from saccade.train.run_config import GuardConfig
 
 
 class Action(Enum):

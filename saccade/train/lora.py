@@ -25,7 +25,7 @@ from saccade.errors import ConfigError
 from saccade.model.linear import Linear, checkpoint_shapes
 from saccade.model.lora_linear import LoraLinear
 from saccade.model.vlm import VLM
-from saccade.train.config import LoraConfig
+from saccade.train.stage_config import LoraConfig
 
 
 def add_lora(model: VLM, config: LoraConfig, dtype: torch.dtype) -> None:

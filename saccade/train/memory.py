@@ -22,7 +22,6 @@ from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes, plus
 from saccade.model.vlm import VLM
-from saccade.train.config import LoraConfig, ParallelConfig, QuantizationAwareConfig, Recompute, Strategy
 from saccade.train.dry_run import (
     KeptGradients,
     MicroBatchSize,
@@ -35,8 +34,10 @@ from saccade.train.memory_plan import COMPONENTS, GIB, MemoryPlan
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import Optimizer, build_optimizer
+from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
 from saccade.train.parallelize import choose_strategy, prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
+from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig
 from saccade.world import World
 
 CONTEXT_BYTES = GIB

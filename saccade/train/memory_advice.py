@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple, get_args
 
-from saccade.train.config import LoraConfig, Recompute
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import Extents, MemoryPlanner
+from saccade.train.parallel_config import Recompute
 from saccade.train.parameter_groups import OptimizerConfig
+from saccade.train.stage_config import LoraConfig
 
 _EXTENTS: tuple[Extents, ...] = tuple(product(get_args(Recompute), repeat=2))
 """All combinations of activation checkpointing."""

@@ -14,13 +14,14 @@ import torch
 from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import load_model_config
-from saccade.train.config import StageConfig, TrainConfig
+from saccade.train.config import TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
 from saccade.train.memory_advice import advice
 from saccade.train.memory_plan import GIB
 from saccade.train.objectives.build import build_objective
 from saccade.train.parallelize import build_model
+from saccade.train.stage_config import StageConfig
 from saccade.world import World
 
 logger = logging.getLogger(__name__)

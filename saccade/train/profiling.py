@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from saccade.errors import ConfigError
-from saccade.train.config import LogConfig
+from saccade.train.run_config import LogConfig
 from saccade.world import World
 
 logger = logging.getLogger(__name__)

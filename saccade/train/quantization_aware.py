@@ -11,7 +11,7 @@ from torch import nn
 from saccade.model.fake_quantized_linear import FakeQuantizedLinear
 from saccade.model.linear import Linear
 from saccade.model.vlm import VLM
-from saccade.train.config import QuantizationAwareConfig
+from saccade.train.stage_config import QuantizationAwareConfig
 
 
 def add_fake_quantization(model: VLM, config: QuantizationAwareConfig, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ from saccade.train.checkpoint import (
     seed_everything,
     state_of_step,
 )
-from saccade.train.config import StageConfig, TrainConfig, changed_keys
+from saccade.train.config import TrainConfig, changed_keys
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
 from saccade.train.memory_check import explain_out_of_memory
@@ -51,6 +51,7 @@ from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.parameter_groups import part_of
 from saccade.train.process import catch_stop_signals, lock_folder
 from saccade.train.report import write_report
+from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import Trackers, open_trackers
 from saccade.train.train_state import Progress, TrainState
 from saccade.train.trainer import Ending, OnExport, Trainer, Validate

@@ -32,8 +32,9 @@ from saccade.processor import Processor
 from saccade.processor.inputs import ModelInputs
 from saccade.report.page import thumbnail
 from saccade.train.batches import BatchIterator, open_validation_stream
-from saccade.train.config import StageConfig, TrainConfig
+from saccade.train.config import TrainConfig
 from saccade.train.loss import ModelWithLoss
+from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import JsonLines
 from saccade.train.trainer import Validate
 from saccade.world import World

@@ -6,9 +6,9 @@ from train.shapes import THIN, UNIFORM
 from saccade.errors import ConfigError
 from saccade.plan.gpus import gpu_named
 from saccade.plan.training import plan_model, plan_training
-from saccade.train.config import ParallelConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
+from saccade.train.parallel_config import ParallelConfig
 
 
 def test_a_report_says_whether_it_fits_and_what_to_change():

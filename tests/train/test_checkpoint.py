@@ -13,7 +13,7 @@ from saccade.errors import CheckpointError
 from saccade.model import load_model
 from saccade.train import checkpoint as checkpoints
 from saccade.train.checkpoint import SavedState, Saver, load_tensors, newest_state, states
-from saccade.train.config import CheckpointConfig
+from saccade.train.run_config import CheckpointConfig
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 from saccade.world import open_world

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.train.config import GuardConfig
 from saccade.train.guard import Action, Guard
+from saccade.train.run_config import GuardConfig
 
 
 def warmed(config: GuardConfig, *, mean: float = 2.0, spread: float = 0.05, num_steps: int = 40) -> Guard:

@@ -20,7 +20,6 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.live_bytes import moments
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
-from saccade.train.config import LoraConfig, ParallelConfig, Recompute
 from saccade.train.dry_run import DryBatch, MicroBatchSize, combined, dry_batch, dry_run, image_grids, saved
 from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.loss import count_labels, next_token_labels
@@ -30,8 +29,10 @@ from saccade.train.objectives.build import build_objective
 from saccade.train.objectives.config import DistillationConfig, ObjectiveConfig, PreferenceConfig
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.optimizer import freeze
+from saccade.train.parallel_config import ParallelConfig, Recompute
 from saccade.train.parallelize import recompute
 from saccade.train.parameter_groups import OptimizerConfig
+from saccade.train.stage_config import LoraConfig
 
 TINY = named_size("tiny")
 SMALL = replace(

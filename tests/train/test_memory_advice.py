@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from train.shapes import THIN, UNIFORM
 
-from saccade.train.config import LoraConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
 from saccade.train.memory_advice import advice, compare_checkpointing
+from saccade.train.stage_config import LoraConfig
 
 
 def test_suggestions_are_ordered_by_cost_and_their_largest_sequences_just_fit():

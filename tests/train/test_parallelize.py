@@ -22,8 +22,8 @@ from train.running import (
 from saccade.data import open_stream
 from saccade.errors import ConfigError
 from saccade.processor import Processor
-from saccade.train.config import ParallelConfig
 from saccade.train.loss import count_labels, next_token_labels
+from saccade.train.parallel_config import ParallelConfig
 from saccade.train.parallelize import choose_strategy, parallelize, trainable_table
 from saccade.train.stages import train
 from saccade.world import World

@@ -26,15 +26,8 @@ def test_the_reference_page_of_recipe_keys_is_current():
 
 
 OLD_KEYS = {
-    "stages.0.data.token_budget=1": "max_seq_len",
-    "stages.0.data.patch_budget=1": "max_patches",
-    "stages.0.data.rows_per_step=1": "global_batch_size",
-    "stages.0.data.block_samples=1": "packing_buffer_size",
-    "stages.0.data.workers=1": "num_workers",
     "parallel.reduce_each_row=true": "reduce_each_micro_batch",
     "parallel.powersgd_start=10": "powersgd_start_step",
-    "probe.every=10": "validation",
-    "stages.0.label_smoothing=0.1": "objective.label_smoothing",
 }
 
 

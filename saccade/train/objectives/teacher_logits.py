@@ -26,7 +26,7 @@ from saccade.model import load_model
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 from saccade.processor.inputs import IGNORED, ModelInputs, count_labels, next_token_labels
-from saccade.train.config import StageConfig, TrainConfig
+from saccade.train.config import TrainConfig
 from saccade.train.objectives.build import check_objective, shared_vocabulary, stored_logits_of
 from saccade.train.objectives.chunks import loss_rows, row_chunks
 from saccade.train.objectives.stored_distillation import top_log_probs
@@ -38,6 +38,7 @@ from saccade.train.objectives.stored_logits import (
     tokens_digest,
     write_shard,
 )
+from saccade.train.stage_config import StageConfig
 from saccade.world import World, open_world
 
 logger = logging.getLogger(__name__)
