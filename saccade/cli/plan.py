@@ -16,7 +16,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Checkpoint folder, published checkpoint (ORG/NAME), size by name (3b, ...; see saccade models), or a recipe."
+            help="Checkpoint folder, published checkpoint (ORG/NAME), size by name (3b, ...; see saccade models), "
+            "or a recipe."
         ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="H200, H100, A100, ..., or its memory in GiB.")] = "H200",
@@ -66,11 +67,24 @@ def plan(
     head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan the GPU memory of training, or the capacity of serving: what fits, why, and what to change if it does not."""
+    """Plan the GPU memory of training, or the capacity of serving: what fits, why, and what to change otherwise."""
     sizes = {"--parameters": parameters, "--layers": layers, "--heads": heads, "--head-dim": head_dim}
-    load = {"text_tokens": text_tokens, "image_tokens": image_tokens, "output_tokens": output_tokens, "requests_per_s": requests_per_second, "concurrency": concurrency, "latency_s": latency_s}  # fmt: skip
+    load = {
+        "text_tokens": text_tokens,
+        "image_tokens": image_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_s": requests_per_second,
+        "concurrency": concurrency,
+        "latency_s": latency_s,
+    }
     serving = (*load.values(), image_size, context, *sizes.values(), kv_heads)
-    training = {"--tokens": tokens, "--patches": patches, "--recompute-vision": recompute_vision, "--recompute-language": recompute_language, "--set": set_}  # fmt: skip
+    training = {
+        "--tokens": tokens,
+        "--patches": patches,
+        "--recompute-vision": recompute_vision,
+        "--recompute-language": recompute_language,
+        "--set": set_,
+    }
     if serve or any(value is not None for value in serving):
         if given := [flag for flag, value in training.items() if value is not None]:
             raise ConfigError(f"{given[0]} is for training, but a plan of serving was asked for. Remove it")

@@ -12,8 +12,8 @@ experiments are independent of each other, and a changed proportion moves only a
 user are alike, so the unit of every statistic is the user: a metric's mean is the mean over users of each user's mean.
 
 Both tests may be looked at any time. The sample ratio is tested by an e-value of the counts of users, with a Dirichlet
-prior around the proportions (Lindon and Malek, 2022); means are compared by asymptotic confidence sequences (Waudby-Smith
-and others, 2021).
+prior around the proportions (Lindon and Malek, 2022); means are compared by asymptotic confidence sequences
+(Waudby-Smith and others, 2021).
 """
 
 import math

@@ -1,7 +1,8 @@
 """Checks of a recipe against the model, the data and the memory, before the first step: `saccade train --check`.
 
-Everything that any remaining stage needs is opened once: checkpoint headers, parameter groups, LoRA targets, indexes, the first packed
-sequence of each stage and of the validation data. So a typo in the last stage does not end a run after two days.
+Everything that any remaining stage needs is opened once: checkpoint headers, parameter groups, LoRA targets, indexes,
+the first packed sequence of each stage and of the validation data. So a typo in the last stage does not end a run after
+two days.
 """
 
 import dataclasses
@@ -40,14 +41,19 @@ def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
             fits = "fits" if plan.total_gib <= gib else "may not fit"
             length = f"{stage.known_steps} steps" if stage.known_steps is not None else f"{stage.epochs} epochs"
             lines.append(
-                f'stage "{stage.name}": {length}, {len(stage.data.sources)} sources, {plan.total_gib:.1f} GiB planned, '
-                f"{fits} in {gib:.1f} GiB ({world.device.type}{'' if world.device.type == 'cuda' else ', available now'})"
+                f'stage "{stage.name}": {length}, {len(stage.data.sources)} sources, '
+                f"{plan.total_gib:.1f} GiB planned, "
+                f"{fits} in {gib:.1f} GiB "
+                f"({world.device.type}{'' if world.device.type == 'cuda' else ', available now'})"
             )
         return lines
 
 
 def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: World) -> None:
-    """Raise the first error that any of these stages would run into. On the main rank; builds missing indexes and lengths."""
+    """Raise the first error that any of these stages would run into, and build missing indexes and lengths.
+
+    It runs on the main rank.
+    """
     if not stages:
         return
     strategy = choose_strategy(config.parallel, world)
@@ -60,7 +66,8 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
             check_objective(stage.objective, config.model.folder)
             if stage.data.global_batch_size < world.size:
                 raise ConfigError(
-                    f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. Raise it to {world.size} or more"
+                    f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. "
+                    f"Raise it to {world.size} or more"
                 )
             _check_data(config, stage, stage.data.sources)
             _check_logits(config, stage)

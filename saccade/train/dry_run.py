@@ -1,14 +1,16 @@
-"""Dry run of a training step on the meta device: bytes of all tensors that are alive meanwhile, and FLOPs of the matrix products.
+"""Dry run of a training step on the meta device: bytes of all live tensors, and FLOPs of the matrix products.
 
-Modules, autograd, activation checkpointing and the launchers of kernels run as they are; nothing is allocated and no kernel is
-launched. So it knows nothing of the architecture. A run is divided into phases where a block starts forward or backward:
+Modules, autograd, activation checkpointing and the launchers of kernels run; nothing is allocated and no kernel is
+launched. So the dry run knows nothing of the architecture. Where a block starts forward or backward, a phase begins:
 
-    forward of vision.blocks.0 ... forward of projector, forward of language.layers.0 ... the loss, backward of language.layers.35 ...
+    forward of vision.blocks.0 ... forward of projector, forward of language.layers.0 ... the loss,
+    backward of language.layers.35 ...
 
-Phases of a model are the same for every size of a micro-batch and every activation checkpointing, so that a step whose vision tower
-and decoder are checkpointed differently is composed of two runs (`combined`).
+The phases of a model are the same for every size of a micro-batch and every activation checkpointing. So a step whose
+vision tower and decoder are checkpointed differently is composed of two runs (`combined`).
 
-A step of a 3B model takes about half a second: results of operations are cached by the shapes of their inputs, as most layers are alike.
+A step of a 3B model takes about half a second: results of operations are cached by the shapes of their inputs, since
+most layers are alike.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +34,11 @@ _IMAGE_PATCHES = 1024
 """Patches of an image in a dry run, at most: 448 x 448 pixels."""
 
 KeptGradients = Literal["all", "root", "none"]
-"""Gradients that stay where backward made them: all, those outside the blocks (fsdp reduces a block's at once), or none (they are added
-to accumulated ones or to buckets)."""
+"""Gradients that stay where backward made them.
+
+all; root: those outside the blocks, since fsdp reduces a block's at once; none: they are added to accumulated ones
+or to buckets.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,8 @@ class MicroBatchSize:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.patches < 0 or not 0 <= self.num_loss_tokens <= self.tokens:
             raise ConfigError(
-                f"{self.tokens} tokens, {self.patches} patches and {self.loss_tokens} loss tokens are not a valid size. Give at least one token"
+                f"{self.tokens} tokens, {self.patches} patches and {self.loss_tokens} loss tokens are not a valid "
+                "size. Give at least one token"
             )
 
     @property

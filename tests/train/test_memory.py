@@ -51,7 +51,7 @@ def plan(config, size, **settings):
 
 @pytest.fixture
 def kernels_that_compute_nothing(monkeypatch):
-    """Triton's interpreter launches them and returns: what is kept does not depend on what is computed, and that takes minutes."""
+    """Triton's interpreter launches kernels and returns: memory does not depend on the results, which take minutes."""
     monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", lambda *_, **__: None)
 
 
@@ -88,7 +88,7 @@ def prepared(config, dtype, device, extents, optimizer, lora):
 
 
 def kept_bytes(row, model):
-    """Bytes of all tensors that autograd saves in the forward pass, each storage once, without parameters and inputs."""
+    """Bytes of all tensors that autograd saves in the forward pass, without parameters and inputs."""
     given = [*model.parameters(), *(value for value in vars(row).values() if isinstance(value, torch.Tensor))]
     ignored = {tensor.untyped_storage().data_ptr() for tensor in given}
     found = {}
@@ -133,9 +133,15 @@ def assert_holds_what_is_kept(row, config, dtype, extents, optimizer, lora=None)
         ("none", "selective", {"vision": 0, "projector": 0}, None),
         ("none", "none", {r"vision\.": 0, r"layers\.0\.": 0, "embedding": 0, "projector": 0}, None),
         ("none", "none", {}, LoraConfig(rank=4)),
-        ("none", "none", {}, LoraConfig(rank=4, targets=("q_proj", "qkv", "mlp.0"), parts=("language", "vision", "projector"))),
+        (
+            "none", "none", {},
+            LoraConfig(rank=4, targets=("q_proj", "qkv", "mlp.0"), parts=("language", "vision", "projector")),
+        ),
     ],
-    ids=["none", "selective", "full", "mixed", "frozen decoder", "frozen tower", "decoder only", "half a decoder", "lora", "lora everywhere"],
+    ids=[
+        "none", "selective", "full", "mixed", "frozen decoder", "frozen tower", "decoder only", "half a decoder",
+        "lora", "lora everywhere",
+    ],
 )  # fmt: skip
 @pytest.mark.usefixtures("kernels_that_compute_nothing")
 def test_a_dry_run_holds_the_bytes_autograd_saves(row, dtype, vision, language, lrs, lora):
@@ -186,7 +192,7 @@ MEASURED_GIB = {
     UNIFORM: {("none", "none"): 133.0, ("selective", "none"): 118.0, ("selective", "selective"): 94.2},
     RAGGED: {("selective", "selective"): 101.7, ("selective", "none"): 122.6, ("none", "selective"): 121.8},
 }
-"""Peak memory allocated in training steps of the 3B shape on an H200 (`bench/train_step.py`, docs/results/training.md)."""
+"""Peak memory of training steps of the 3B shape on an H200 (`bench/train_step.py`, docs/results/training.md)."""
 
 
 @pytest.mark.parametrize(("size", "measured"), MEASURED_GIB.items(), ids=["uniform", "ragged"])
@@ -251,11 +257,15 @@ def test_settings_that_save_memory_save_it_in_the_plan():
     assert total(parallel={"recompute_vision": "full"}) < total(parallel={"recompute_vision": "selective"}) < one
     assert total(optimizer=OptimizerConfig(offload=True)) < total(optimizer=OptimizerConfig(kind="adamw8bit")) < one
     assert total(optimizer=OptimizerConfig(lrs={"vision": 0, "projector": 0})) < one
-    assert total(lora=LoraConfig(quantize_base="int4")) < total(lora=LoraConfig()) < total(lora=LoraConfig(dropout=0.1)) < one  # fmt: skip
+    quantized, plain, with_dropout = (
+        total(lora=lora) for lora in (LoraConfig(quantize_base="int4"), LoraConfig(), LoraConfig(dropout=0.1))
+    )
+    assert quantized < plain < with_dropout < one
     two = {"world_size": 2}
     offloaded = total(**two, parallel={"strategy": "fsdp", "offload": True})
     whole = total(**two, parallel={"reshard_after_forward": False})
-    assert offloaded < total(**two) < whole < total(**two, micro_batches_per_rank=2, parallel={"reshard_after_forward": False, "reduce_each_micro_batch": False})  # fmt: skip
+    reduced_at_once = {"reshard_after_forward": False, "reduce_each_micro_batch": False}
+    assert offloaded < total(**two) < whole < total(**two, micro_batches_per_rank=2, parallel=reduced_at_once)
 
 
 @pytest.mark.parametrize("kind", ["distillation", "dpo", "dpo of adapters"])
@@ -263,8 +273,11 @@ def test_frozen_models_of_an_objective_and_their_passes_are_planned(kind, tmp_pa
     folder = tmp_path / "checkpoint"
     initialize_random(folder, TINY, dtype=torch.bfloat16)
     lora = LoraConfig(rank=4) if kind == "dpo of adapters" else None
-    section = {"distillation": DistillationConfig(teacher=folder)} if kind == "distillation" else {"dpo": PreferenceConfig()}  # fmt: skip
-    objective = partial(build_objective, ObjectiveConfig(**section), folder=folder, has_lora=lora is not None, device="meta")  # fmt: skip
+    section = {"dpo": PreferenceConfig()}
+    if kind == "distillation":
+        section = {"distillation": DistillationConfig(teacher=folder)}
+    config = ObjectiveConfig(**section)
+    objective = partial(build_objective, config, folder=folder, has_lora=lora is not None, device="meta")
     size = MicroBatchSize(tokens=2048, patches=1024)
     plain, planned = (plan(TINY, size, lora=lora, make_objective=make) for make in (CrossEntropy, objective))
     if lora is None:
