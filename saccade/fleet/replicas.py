@@ -20,6 +20,13 @@ class Image(NamedTuple):
     """Hash of its content."""
     patches: int
     """Patches that the encoder computes."""
+    end: int
+    """Prompt tokens up to the end of the image. It is not encoded where pages of so many tokens are cached."""
+
+    @property
+    def last_block(self) -> int:
+        """Number of the prefix block that has the image's last token."""
+        return -(-self.end // PREFIX_BLOCK) - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-_NONE = np.empty(0, np.intp)
+NONE = np.empty(0, np.intp)
+"""No replicas."""
 
 
 class Residency:
@@ -40,7 +41,7 @@ class Residency:
         found = self._arrays.get(key)
         if found is None:
             if key not in self._holders:
-                return _NONE
+                return NONE
             found = self._arrays[key] = np.array(self._holders[key], np.intp)
         return found
 

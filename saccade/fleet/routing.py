@@ -18,6 +18,7 @@ older. The time is a parameter; this module reads no clock.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.fleet.rendezvous import digest, ranks
-from saccade.fleet.replicas import PREFIX_BLOCK, Replica, ReplicaState, ReplicaStatistics, RoutedRequest
-from saccade.fleet.residency import Residency
+from saccade.fleet.replicas import PREFIX_BLOCK, Image, Replica, ReplicaState, ReplicaStatistics, RoutedRequest
+from saccade.fleet.residency import NONE, Residency
 
 _MAX_EVENTS = 1024
 """Reservations and endings of a replica that are remembered between two of its statistics."""
@@ -210,15 +211,18 @@ class Router:
 
     def _missing(self, request: RoutedRequest) -> tuple[Floats, Floats]:
         """Patches and prompt tokens of the request that each replica would compute."""
-        patches = np.full(len(self._replicas), float(sum(image.patches for image in request.images)))
-        for image in request.images:
-            patches[self._images.holders(image.key)] -= image.patches
+        blocks = [self._prefixes.holders(key) for key in request.prefix]
         tokens = np.full(len(self._replicas), float(request.prompt_tokens))
-        for depth, key in enumerate(request.prefix, start=1):
-            holders = self._prefixes.holders(key)
-            if not len(holders):
-                break
-            tokens[holders] = max(0, request.prompt_tokens - depth * PREFIX_BLOCK)
+        for depth, (holders, deeper) in enumerate(itertools.pairwise([*blocks, NONE]), start=1):
+            if len(holders) != len(deeper):  # otherwise the same replicas have more
+                tokens[holders] = request.prompt_tokens - depth * PREFIX_BLOCK
+        patches = np.zeros(len(self._replicas))
+        for image in request.images:
+            is_missing = np.full(len(patches), float(image.patches))
+            is_missing[self._images.holders(image.key)] = 0.0
+            if image.last_block < len(blocks):
+                is_missing[blocks[image.last_block]] = 0.0
+            patches += is_missing
         return patches, tokens
 
     def _settle_ties(self, request: RoutedRequest, cost: Floats, work: Floats) -> int:
@@ -235,8 +239,14 @@ class Router:
     def _first_missing(self, request: RoutedRequest, slot: int) -> bytes | None:
         """Key of the first image, or without images of the first prefix block, that a replica does not have."""
         if request.images:
-            return next((image.key for image in request.images if not self._images.has(slot, image.key)), None)
+            uncovered = (image.key for image in request.images if not self._covers(slot, request, image))
+            return next((key for key in uncovered if not self._images.has(slot, key)), None)
         return next((key for key in request.prefix if not self._prefixes.has(slot, key)), None)
+
+    def _covers(self, slot: int, request: RoutedRequest, image: Image) -> bool:
+        """Whether a replica has the pages of an image's tokens, so that it does not need the image."""
+        block = image.last_block
+        return block < len(request.prefix) and self._prefixes.has(slot, request.prefix[block])
 
     def _reserve(self, request: RoutedRequest, slot: int, work_s: float, now: float) -> None:
         """Add a request to the load of its replica, and what it brings to the caches."""
@@ -246,7 +256,8 @@ class Router:
         self._queue(slot, work_s, now)
         self._set_speed(slot)
         for image in request.images:
-            self._images.touch(slot, image.key, image.patches)
+            if not self._covers(slot, request, image):
+                self._images.touch(slot, image.key, image.patches)
         for key in reversed(request.prefix):  # the longest is the first to be forgotten
             self._prefixes.touch(slot, key, PREFIX_BLOCK)
 

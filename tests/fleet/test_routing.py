@@ -36,7 +36,7 @@ def router(count=4, policy=None, **fields):
 
 
 def request(number, *, image=None, num_blocks=0, text=300, prefix="", **fields):
-    images = () if image is None else (Image(f"image {image}".encode(), 4000),)
+    images = () if image is None else (Image(f"image {image}".encode(), 4000, 1000),)
     blocks = tuple(f"{prefix} {image} {depth}".encode() for depth in range(num_blocks))
     usual = {"version": "v1", "prompt_tokens": text + 1000 * len(images) + num_blocks * PREFIX_BLOCK}
     return RoutedRequest(id=f"q{number}", output_tokens=64, images=images, prefix=blocks, **(usual | fields))
@@ -246,7 +246,7 @@ def test_statistics_older_than_a_reservation_do_not_undo_it():
 def test_images_that_a_replica_reports_attract_requests():
     made = router()
     made.update(
-        "r3", ReplicaStatistics(as_of=1.0, queued_s=0.0, num_running=0, images=(Image(b"image 5", 4000),))
+        "r3", ReplicaStatistics(as_of=1.0, queued_s=0.0, num_running=0, images=(Image(b"image 5", 4000, 1000),))
     )  # fmt: skip
     assert made.choose(request(0, image=5), 2.0).replica == "r3"
 
