@@ -39,6 +39,73 @@ def check(
     typer.echo("\n".join(_lines(config)))
 
 
+@app.command()
+def simulate(
+    fleet: FleetFile = None,
+    trace: Annotated[Path | None, typer.Option(help="File of requests as JSON lines; see docs/fleet.md.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="image-groups, chat or poisson, if there is no trace.")
+    ] = "image-groups",
+    model: Annotated[str | None, typer.Option(help="Model of the file.", show_default="the first")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engine replicas.", show_default="engines.max_replicas")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests per second.", show_default="5 per replica")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 3000,
+    fronts: Annotated[int, typer.Option(min=1, help="Fronts that route requests.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and requests.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a fleet's routing under a load, next to simpler policies. Needs no cluster and no GPU."""
+    import time
+    from dataclasses import asdict
+
+    from saccade.fleet.simulate import POLICIES, simulate
+    from saccade.fleet.workloads import WORKLOADS, read_trace, simulated_replicas
+
+    config = _load(fleet)
+    served = next((one for one in config.models if model in (None, one.name)), None)
+    if served is None:
+        raise ConfigError(f"no model {model!r}. Models: {', '.join(one.name for one in config.models)}")
+    if workload not in WORKLOADS:
+        raise ConfigError(f"unknown workload {workload!r}. Use one of {', '.join(WORKLOADS)}")
+    engines = simulated_replicas(served, replicas or served.engines.max_replicas)
+    rate = rate or 5.0 * len(engines)
+    arrivals = read_trace(trace) if trace else list(WORKLOADS[workload](rate, requests, seed))
+    results = []
+    for policy in POLICIES:
+        result = simulate(arrivals, engines, policy, num_fronts=fronts, seed=seed, clock=time.thread_time)
+        results.append(asdict(result))
+    if as_json:
+        typer.echo(json.dumps({"replicas": len(engines), "requests": len(arrivals), "policies": results}))
+        return
+    typer.echo(f"{len(arrivals)} requests on {len(engines)} replicas of {served.name}, {fronts} fronts")
+    typer.echo("\n".join(_table(results)))
+
+
+_COLUMNS = (
+    ("image hits", "image_hit_rate", 100, ".1f", "%"), ("max/mean load", "max_over_mean_load", 1, ".2f", ""),
+    ("TTFT p50", "ttft_p50_s", 1000, ".0f", " ms"), ("p90", "ttft_p90_s", 1000, ".0f", " ms"),
+    ("p99", "ttft_p99_s", 1000, ".0f", " ms"), ("output/s", "output_tokens_per_s", 1, ".0f", ""),
+    ("decision p50", "decision_p50_us", 1, ".0f", " us"), ("p99", "decision_p99_us", 1, ".0f", " us"),
+)  # fmt: skip
+"""Heading, field, factor, format and unit."""
+
+
+def _table(results: list[dict[str, Any]]) -> list[str]:
+    rows = [["policy", *(heading for heading, *_ in _COLUMNS)]]
+    for result in results:
+        cells = [
+            "-" if result[name] is None else f"{result[name] * factor:{form}}{unit}"
+            for _, name, factor, form, unit in _COLUMNS
+        ]
+        rows.append([result["policy"], *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _load(fleet: Path | None) -> "FleetConfig":
     from saccade.config import load_config
     from saccade.fleet.config import FleetConfig

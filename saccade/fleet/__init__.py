@@ -4,11 +4,13 @@
     probes.py      fixed questions that a version answers before it gets traffic
     routing.py     which replica answers a request: `Router`
                    (replicas.py, costs.py, residency.py and rendezvous.py are its parts)
+    simulate.py    that policy over simulated engines, next to simpler ones
+                   (simulated_engine.py and workloads.py are its parts)
     rollout.py     a new version gets more users step by step, or is rolled back by a sequential test
                    (objectives.py, evidence.py and comparison.py are its parts)
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
     scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
 
 Decisions here are plain Python and numpy: no Ray, no torch, no clock, no I/O. Deployments that carry them out do not
-exist yet; `saccade fleet check` reads a file and refuses what could not run.
+exist yet; `saccade fleet check` reads a file and `simulate` runs its policies in simulated time.
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
+from saccade.fleet.costs import CostModel
 from saccade.fleet.objectives import Objective, check_measurable
 from saccade.fleet.probes import Probe
 from saccade.fleet.rollout import RolloutPolicy
@@ -82,6 +83,8 @@ class VersionConfig:
     """GPUs that an engine replica reserves: 0 on a CPU, 1, or a fraction to share a GPU."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Settings of the engine."""
+    costs: CostModel | None = None
+    """Measured times of an engine, for `saccade fleet simulate`. None: those of an 8B model on an H200."""
 
     def __post_init__(self) -> None:
         _check_name("version", self.name)

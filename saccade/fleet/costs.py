@@ -38,3 +38,9 @@ class CostModel:
     def prompt_share(self, num_running: int) -> float:
         """Share of the engine's time that prompts and images get while `num_running` requests decode."""
         return 1 - self.decode_step_s(num_running) / self.mixed_step_s(num_running) if num_running else 1.0
+
+
+H200_8B = CostModel(
+    patch_s=2.9e-6, token_s=28e-6, request_s=3.2e-3, step_s=4.08e-3, step_request_s=21e-6, target_step_s=13e-3
+)  # fmt: skip
+"""An 8B model on one H200; docs/results/fleet.md derives each coefficient."""

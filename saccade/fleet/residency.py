@@ -8,6 +8,7 @@ capacity.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +46,29 @@ class Residency:
             found = self._arrays[key] = np.array(self._holders[key], np.intp)
         return found
 
+    def holders_along(self, chain: Sequence[bytes]) -> list[NDArray[np.intp]]:
+        """Replicas of each key of a chain, up to the first key that none has."""
+        found: list[NDArray[np.intp]] = []
+        arrays = self._arrays
+        for key in chain:
+            holders = arrays[key] if key in arrays else self.holders(key)
+            if not len(holders):
+                break
+            found.append(holders)
+        return found
+
     def has(self, replica: int, key: bytes) -> bool:
         """Whether a replica probably has the key."""
         return key in self._keys[replica]
+
+    def touch_all(self, replica: int, keys: Sequence[bytes], size: int) -> None:
+        """`touch` each key, in order."""
+        known = self._keys[replica]
+        for key in keys:
+            if key in known:
+                known.move_to_end(key)
+            else:
+                self.touch(replica, key, size)
 
     def touch(self, replica: int, key: bytes, size: int) -> None:
         """Note that a replica uses the key now; least recently used keys make room for it."""

@@ -44,7 +44,7 @@ class RoutingPolicy:
     """Queued seconds of a replica, as a multiple of the mean, above which it gets no request."""
     load_floor_s: float = 0.25
     """Queued seconds that are always allowed in addition."""
-    work_price: float = 2.0
+    work_price: float = 4.0
     """Seconds that one second of work counts: it delays the requests after it too, so repeating work costs more
     than the request's own time."""
     home_share: float = 0.5
@@ -151,8 +151,7 @@ class Router:
         self._set_speed(slot)
         for image in statistics.images:
             self._images.touch(slot, image.key, image.patches)
-        for key in statistics.prefixes:
-            self._prefixes.touch(slot, key, PREFIX_BLOCK)
+        self._prefixes.touch_all(slot, statistics.prefixes, PREFIX_BLOCK)
 
     def num_running(self, name: str) -> int:
         """Requests in progress on a replica, as far as this front knows."""
@@ -211,29 +210,26 @@ class Router:
 
     def _missing(self, request: RoutedRequest) -> tuple[Floats, Floats]:
         """Patches and prompt tokens of the request that each replica would compute."""
-        blocks = [self._prefixes.holders(key) for key in request.prefix]
+        blocks = self._prefixes.holders_along(request.prefix)
         tokens = np.full(len(self._replicas), float(request.prompt_tokens))
         for depth, (holders, deeper) in enumerate(itertools.pairwise([*blocks, NONE]), start=1):
             if len(holders) != len(deeper):  # otherwise the same replicas have more
                 tokens[holders] = request.prompt_tokens - depth * PREFIX_BLOCK
-        patches = np.zeros(len(self._replicas))
+        patches = np.full(len(self._replicas), float(sum(image.patches for image in request.images)))
         for image in request.images:
-            is_missing = np.full(len(patches), float(image.patches))
-            is_missing[self._images.holders(image.key)] = 0.0
-            if image.last_block < len(blocks):
-                is_missing[blocks[image.last_block]] = 0.0
-            patches += is_missing
+            pages = blocks[image.last_block] if image.last_block < len(blocks) else NONE
+            patches[_union(self._images.holders(image.key), pages)] -= image.patches
         return patches, tokens
 
     def _settle_ties(self, request: RoutedRequest, cost: Floats, work: Floats) -> int:
         """The slot of least cost; of several that are nearly equal, the one that rendezvous hashing ranks first."""
         best = int(cost.argmin())
-        new = self._first_missing(request, best)
-        slack = 0.0 if new is None else self.policy.home_share * float(work[best])
-        near = np.flatnonzero(cost <= cost[best] + max(slack, self.policy.tie_s))
-        if len(near) == 1:
+        limit = float(cost[best]) + max(self.policy.tie_s, self.policy.home_share * float(work[best]))
+        if len(near := np.flatnonzero(cost <= limit)) == 1:
             return best
-        key = request.id.encode() if new is None else new
+        key = self._first_missing(request, best)
+        if key is None:
+            key, near = request.id.encode(), np.flatnonzero(cost <= cost[best] + self.policy.tie_s)
         return int(near[ranks(key, self._digests[near]).argmax()])
 
     def _first_missing(self, request: RoutedRequest, slot: int) -> bytes | None:
@@ -258,8 +254,7 @@ class Router:
         for image in request.images:
             if not self._covers(slot, request, image):
                 self._images.touch(slot, image.key, image.patches)
-        for key in reversed(request.prefix):  # the longest is the first to be forgotten
-            self._prefixes.touch(slot, key, PREFIX_BLOCK)
+        self._prefixes.touch_all(slot, request.prefix[::-1], PREFIX_BLOCK)  # the longest is the first to be forgotten
 
     def _queue(self, slot: int, work_s: float, now: float) -> None:
         self._free_at[slot] = max(self._free_at[slot], now) + work_s
@@ -287,3 +282,10 @@ class Router:
         self._patch_s[slot], self._token_s[slot] = costs.patch_s / share, costs.token_s / share
         self._request_s[slot] = costs.request_s / share
         self._step_s[slot] = costs.decode_step_s(num_running + 1)
+
+
+def _union(first: NDArray[np.intp], second: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Elements of two short arrays, each once."""
+    if not len(first) or not len(second):
+        return first if len(first) else second
+    return np.array(list({*first.tolist(), *second.tolist()}), np.intp)

@@ -1,0 +1,143 @@
+"""An engine replica whose work takes the time of a cost model: prompts first come first served, decode concurrently."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, replace
+
+from saccade.fleet.replicas import PREFIX_BLOCK, Image, Replica, ReplicaStatistics, RoutedRequest
+from saccade.fleet.residency import Residency
+
+_REPORTED_KEYS = 64
+"""Keys of each kind in a report, at most."""
+
+
+@dataclass
+class Progress:
+    """A request on an engine."""
+
+    request: RoutedRequest
+    arrived: float
+    """Time at which it arrived at the fleet."""
+    first_token: float = 0.0
+    """Time of the first token."""
+    end: float = 0.0
+    """Time of the last token."""
+    resident_images: int = 0
+    """Images that were not encoded."""
+
+
+class SimulatedEngine:
+    """Caches, queue and decode requests of one replica. `advance` moves it to a time, `next_event` at the latest."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.now = replica, 0.0
+        self._images, self._prefixes = Residency(), Residency()
+        self._images.add_replica(0, replica.cached_patches)
+        self._prefixes.add_replica(0, replica.cached_tokens)
+        self._queue: deque[Progress] = deque()
+        self._head_s = 0.0
+        self._tokens = 0.0  # that a request which decodes since the beginning would have
+        self._decoding: list[tuple[float, int, Progress]] = []
+        self._new_images: deque[Image] = deque(maxlen=_REPORTED_KEYS)
+        self._new_prefixes: deque[bytes] = deque(maxlen=_REPORTED_KEYS)
+        self._count = 0
+        self.request_seconds = 0.0
+        """Requests in progress, integrated over time."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in progress."""
+        return len(self._queue) + len(self._decoding)
+
+    def accept(self, progress: Progress) -> None:
+        """Queue a request at the present time."""
+        self._queue.append(progress)
+        if len(self._queue) == 1:
+            self._begin()
+
+    def next_event(self) -> float:
+        """Time at which a prompt is computed or an answer ends, if nothing else happens; infinity: never."""
+        times = [float("inf")]
+        if self._queue:
+            times.append(self.now + self._head_s / self._prompt_rate())
+        if self._decoding:
+            times.append(self.now + max(0.0, self._decoding[0][0] - self._tokens) * self._token_s())
+        return min(times)
+
+    def advance(self, now: float) -> list[Progress]:
+        """Work until `now`. Returns the requests that have their first token or their last since then."""
+        elapsed = now - self.now
+        self.request_seconds += elapsed * self.num_running
+        if self._queue:
+            self._head_s -= elapsed * self._prompt_rate()
+        if self._decoding:
+            self._tokens += elapsed / self._token_s()
+        self.now = now
+        replies = []
+        while self._decoding and self._decoding[0][0] <= self._tokens + 1e-6:
+            replies.append(heapq.heappop(self._decoding)[2])
+            replies[-1].end = now
+        if self._queue and self._head_s <= 1e-9:
+            replies.append(self._queue.popleft())
+            self._start_decode(replies[-1])
+            if self._queue:
+                self._begin()
+        return replies
+
+    def load(self) -> ReplicaStatistics:
+        """The load of the present moment, which every reply carries."""
+        waiting = sum(self._work_s(progress.request) for progress in list(self._queue)[1:])
+        queued_s = (self._head_s + waiting) / self._prompt_rate()
+        return ReplicaStatistics(as_of=self.now, queued_s=queued_s, num_running=self.num_running)
+
+    def statistics(self) -> ReplicaStatistics:
+        """A report of the load, and of what became resident since the last report."""
+        images, prefixes = tuple(self._new_images), tuple(self._new_prefixes)
+        self._new_images.clear()
+        self._new_prefixes.clear()
+        return replace(self.load(), images=images, prefixes=prefixes)
+
+    def _prompt_rate(self) -> float:
+        return self.replica.costs.prompt_share(len(self._decoding))
+
+    def _token_s(self) -> float:
+        """Seconds per token of each request that decodes."""
+        costs, running = self.replica.costs, len(self._decoding)
+        return costs.mixed_step_s(running) if self._queue else costs.decode_step_s(running)
+
+    def _missing_images(self, request: RoutedRequest, cached_tokens: int) -> list[Image]:
+        images = (image for image in request.images if (image.last_block + 1) * PREFIX_BLOCK > cached_tokens)
+        return [image for image in images if not self._images.has(0, image.key)]
+
+    def _cached_tokens(self, request: RoutedRequest) -> int:
+        depth = 0
+        while depth < len(request.prefix) and self._prefixes.has(0, request.prefix[depth]):
+            depth += 1
+        return depth * PREFIX_BLOCK
+
+    def _work_s(self, request: RoutedRequest) -> float:
+        cached = self._cached_tokens(request)
+        patches = sum(image.patches for image in self._missing_images(request, cached))
+        return self.replica.costs.work_s(patches, request.prompt_tokens - cached)
+
+    def _begin(self) -> None:
+        """Begin the prompt at the head of the queue."""
+        progress = self._queue[0]
+        request = progress.request
+        self._head_s = self._work_s(request)
+        cached = self._cached_tokens(request)
+        missing = self._missing_images(request, cached)
+        progress.resident_images = len(request.images) - len(missing)
+        for image in request.images:
+            if (image.last_block + 1) * PREFIX_BLOCK > cached:
+                self._images.touch(0, image.key, image.patches)
+        self._new_images.extend(missing)
+        self._new_prefixes.extend(reversed(request.prefix[cached // PREFIX_BLOCK :]))
+        self._prefixes.touch_all(0, request.prefix[::-1], PREFIX_BLOCK)
+
+    def _start_decode(self, progress: Progress) -> None:
+        progress.first_token = self.now
+        self._count += 1
+        heapq.heappush(self._decoding, (self._tokens + progress.request.output_tokens - 1, self._count, progress))
