@@ -5,7 +5,7 @@
 
 Start with `stages.py` (a run is a list of stages), then `trainer.py` (a stage is a training loop). `batches.py` is the
 batch iterator, `loss.py` the model with its loss, `objectives/` what is optimized, `train_state.py` model and
-optimizer, `parallelize.py` FSDP and DDP. `checkpoint.py` saves the training state, `weights.py` loads and exports
+optimizer, `parallelize.py` FSDP and DDP. `saver.py` saves the training state, `weights.py` loads and exports
 checkpoint folders. `guard.py`, `schedule.py` and `parameter_groups.py` are plain Python.
 """
 

@@ -56,7 +56,6 @@ from torch.utils.checkpoint import checkpoint
 from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
-from saccade.train.checkpoint import SavedState, load_tensors, weight_names
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
@@ -64,6 +63,7 @@ from saccade.train.optimizer import freeze
 from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
 from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
 from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
+from saccade.train.saved_state import SavedState, load_tensors, weight_names
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig, StageConfig
 from saccade.train.weights import load_weights, meta_model
 from saccade.world import World

@@ -33,14 +33,6 @@ from saccade.data.loader import Stream
 from saccade.errors import CheckpointError, ConfigError, UserError
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_stages
-from saccade.train.checkpoint import (
-    SavedState,
-    Saver,
-    newest_state,
-    restore_random_state,
-    seed_everything,
-    state_of_step,
-)
 from saccade.train.config import TrainConfig, changed_keys
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
@@ -50,7 +42,10 @@ from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.parameter_groups import part_of
 from saccade.train.process import catch_stop_signals, lock_folder
+from saccade.train.random_state import restore_random_state, seed_everything
 from saccade.train.report import write_report
+from saccade.train.saved_state import SavedState, newest_state, state_of_step
+from saccade.train.saver import Saver
 from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import Trackers, open_trackers
 from saccade.train.train_state import Progress, TrainState

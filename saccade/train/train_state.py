@@ -27,10 +27,10 @@ from torch import Tensor
 
 from saccade.errors import CheckpointError
 from saccade.train.batches import MicroBatch, StepBatch
-from saccade.train.checkpoint import SavedState, load_tensors, stored_names, weight_names
 from saccade.train.metrics import Work
 from saccade.train.optimizer import Optimizer, total_norm
 from saccade.train.parallelize import ParallelModel
+from saccade.train.saved_state import SavedState, load_tensors, stored_names, weight_names
 from saccade.train.weight_average import WeightAverage
 from saccade.world import World
 

@@ -27,13 +27,14 @@ from torch import Tensor
 from saccade.device import DTYPES, to_device
 from saccade.errors import CheckpointError, DataError
 from saccade.train.batches import BatchIterator, StepBatch
-from saccade.train.checkpoint import Saver, state_before
 from saccade.train.config import TrainConfig
 from saccade.train.guard import Action, Decision, Guard
 from saccade.train.loss import ModelWithLoss
 from saccade.train.metrics import MetricsLog, Step
 from saccade.train.process import Watchdog, manual_gc
 from saccade.train.profiling import StepProfiler
+from saccade.train.saved_state import state_before
+from saccade.train.saver import Saver
 from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import JsonLines
 from saccade.train.train_state import NORMALIZER, Progress, StepMetrics, TrainState, local_step_counters

@@ -98,11 +98,11 @@ def fill_the_disk(model, step):
     if step == 9:
         wait_for_state_5()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
-        logging.getLogger("saccade.train.checkpoint").addHandler(FailedSave())
+        logging.getLogger("saccade.train.saver").addHandler(FailedSave())
     if step == 10:
-        [handler] = logging.getLogger("saccade.train.checkpoint").handlers
+        [handler] = logging.getLogger("saccade.train.saver").handlers
         assert handler.has_failed.wait(120), "the save of step 10 did not fail"
-        logging.getLogger("saccade.train.checkpoint").removeHandler(handler)
+        logging.getLogger("saccade.train.saver").removeHandler(handler)
     if step == 12:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return {}

@@ -23,8 +23,8 @@ from train.running import (
     write_shards,
 )
 
-from saccade.train.checkpoint import states
 from saccade.train.process import EXIT_STATUS, Watchdog, lock_folder
+from saccade.train.saved_state import states
 from saccade.train.stages import train
 
 SETTINGS = ["validation.every=1", "checkpoint.every=5", "stages.0.steps=13"]

@@ -13,8 +13,8 @@ from train.test_trainer import damage
 
 from saccade.cli.joins.checkpoint_evaluations import CheckpointEvaluations
 from saccade.errors import CheckpointError
-from saccade.train.checkpoint import states
 from saccade.train.loss import ModelWithLoss
+from saccade.train.saved_state import states
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 

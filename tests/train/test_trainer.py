@@ -16,7 +16,7 @@ from train.running import losses, make_checkpoint, read_recipe, records, skipped
 from saccade.data import open_stream
 from saccade.data.index import open_index
 from saccade.errors import DataError
-from saccade.train.checkpoint import states
+from saccade.train.saved_state import states
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 

@@ -16,9 +16,9 @@ from saccade.errors import ConfigError
 from saccade.model.weights import load_model
 from saccade.processor import Processor
 from saccade.report.page import thumbnail
-from saccade.train.checkpoint import states
 from saccade.train.config import TrainConfig
 from saccade.train.loss import ModelWithLoss, next_token_labels
+from saccade.train.saved_state import states
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 from saccade.train.validation import THUMBNAIL_SIDE, preserve_random_state

@@ -11,9 +11,11 @@ from train.running import losses, make_checkpoint, read_recipe, write_recipe, wr
 
 from saccade.errors import CheckpointError
 from saccade.model import load_model
-from saccade.train import checkpoint as checkpoints
-from saccade.train.checkpoint import SavedState, Saver, load_tensors, newest_state, states
+from saccade.train import saver as saver_module
+from saccade.train.random_state import restore_random_state, seed_everything
 from saccade.train.run_config import CheckpointConfig
+from saccade.train.saved_state import SavedState, load_tensors, newest_state, states
+from saccade.train.saver import Saver
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 from saccade.world import open_world
@@ -178,7 +180,7 @@ def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatc
         def full(path, value):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoints, "_write_json", full)
+        monkeypatch.setattr(saver_module, "_write_json", full)
         saver.save(2, tensors(2.0), {})
         saver.finish()
         assert "step-00000002: the state was not saved: No space left on device. Free space" in saver.failure
@@ -195,7 +197,7 @@ def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatc
 @pytest.fixture
 def slow_full_disk(monkeypatch):
     """Saves outlast the steps between them, and fail as long as the list is empty: once the trainer waits for them."""
-    has_room, real_save, real_finish, is_awaited = [], checkpoints.save, Saver.finish, threading.Event()
+    has_room, real_save, real_finish, is_awaited = [], saver_module.save, Saver.finish, threading.Event()
 
     def slow(*args, **settings):
         if not has_room:
@@ -209,7 +211,7 @@ def slow_full_disk(monkeypatch):
             is_awaited.set()
         real_finish(self)
 
-    monkeypatch.setattr(checkpoints, "save", slow)
+    monkeypatch.setattr(saver_module, "save", slow)
     monkeypatch.setattr(Saver, "finish", finish)
     return has_room
 
@@ -302,10 +304,10 @@ def test_random_generators_are_restored(tmp_path, world):
         saver.save(1, tensors(1.0), {})
     expected = draw()
     state = newest_state(tmp_path / "state", world)
-    checkpoints.restore_random_state(state, world, seed=0)
+    restore_random_state(state, world, seed=0)
     assert draw() == expected
     new_rank = type(world)(5, 8, 5, world.device)
-    checkpoints.restore_random_state(SavedState(state.path, {}), new_rank, seed=0)
+    restore_random_state(SavedState(state.path, {}), new_rank, seed=0)
     fresh = draw()
-    checkpoints.seed_everything(5)
+    seed_everything(5)
     assert draw() == fresh
