@@ -1,10 +1,13 @@
 """The page in a real browser: the system's chromium, driven by Playwright."""
 
 import base64
+import io
+import json
 import shutil
 import time
 from contextlib import contextmanager
 
+from model.hugging_face import picture
 from serve.running import TIMEOUT_S
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -165,3 +168,68 @@ def wait_until(page, expression):
 def wait_until_done(page):
     page.wait_for_selector("#send:not([hidden])")
     page.wait_for_selector(".message.assistant.busy", state="detached")
+
+
+ANSWER = ".message.assistant .text"
+# Counts how often the text of the answer became longer.
+COUNT_GROWTH = """() => {
+  window.numGrown = 0;
+  let length = 0;
+  new MutationObserver(() => {
+    const shown = document.querySelector(".message.assistant .text")?.textContent.length ?? 0;
+    if (shown > length) window.numGrown += 1;
+    length = shown;
+  }).observe(document.getElementById("messages"), { subtree: true, childList: true, characterData: true });
+}"""
+# Runs inside the page, because the tiny model is done in a second.
+STOP_AT_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
+  if (!document.querySelector(".message.assistant .text")?.textContent) return;
+  observer.disconnect();
+  document.getElementById("stop").click();
+}).observe(document.getElementById("messages"), { subtree: true, childList: true, characterData: true })"""
+
+
+def png_of(seed):
+    file = io.BytesIO()
+    picture(56, 84, seed).save(file, "PNG")
+    return file.getvalue()
+
+
+def canned(*deltas, finish="stop", usage=None):
+    """A stream of events as the server sends it."""
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    chunks += [{"choices": [], "usage": usage}] if usage else []
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+# Something of everything that the page renders.
+MARKDOWN = """# Result
+The **total** is *about* ~~11~~ `12`, see [the docs](https://example.com/a) and https://example.com/b.
+
+| item | price |
+|:-----|------:|
+| tea  | 2.50  |
+| a\\|b | $x^2$ |
+
+1. first
+   - nested
+2. second
+
+> quoted
+
+```python
+print("<b>")
+```
+
+$$\\frac{a}{b} = \\sum_{i=1}^{n} x_i$$
+"""
+
+
+def answer_with(page, body, status=200, **headers):
+    """Have the network answer the next questions with texts that a tiny model cannot write."""
+    content_type = "text/event-stream" if status == 200 else "application/json"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=status, content_type=content_type, headers=headers, body=body),
+    )
