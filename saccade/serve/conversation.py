@@ -5,11 +5,11 @@ Images and videos are data URLs, or remote URLs that the operator allows to fetc
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Sequence
 from typing import Any
 
 from saccade.serve.errors import ApiError, bad_request
+from saccade.serve.prompt_input import Conversation
 from saccade.serve.protocol.chat import (
     AssistantMessage,
     ContentPart,
@@ -22,11 +22,8 @@ from saccade.serve.protocol.chat import (
     VideoUrlPart,
 )
 from saccade.serve.protocol.common import Earlier
-from saccade.serve.remote_media import RemoteMedia, is_remote
-from saccade.serve.service import PromptInput
+from saccade.serve.remote_media import is_remote
 from saccade.serve.tool_prompt import tool_turns_as_text
-
-Conversation = list[dict[str, Any]]
 
 
 def conversation_of(messages: Sequence[Message], names: Container[str], *, allows_remote: bool = False) -> Conversation:
@@ -102,49 +99,3 @@ def check_media_url(url: str, where: str, allows_remote: bool = False) -> str:
     raise bad_request(
         f"{where} is not a data URL. Send the file as data:image/png;base64,...", param=where, code="invalid_media_url"
     )
-
-
-def prompt_input(
-    conversation: Conversation,
-    *,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    remote_media: RemoteMedia | None = None,
-) -> PromptInput:
-    """Return the prompt of a conversation, with the sizes that admission needs.
-
-    `remote_media` fetches files named by URL.
-    """
-    num_characters = count_characters(tools)
-    urls: list[list[str]] = []
-    """URLs of each image and video."""
-    for message in conversation:
-        content = message["content"]
-        num_characters += count_characters({name: value for name, value in message.items() if name != "content"})
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            if part["type"] == "text":
-                num_characters += count_characters(part["text"])
-            else:
-                source = part[part["type"]]
-                urls.append(source if isinstance(source, list) else [source])
-    is_remote_any = any(is_remote(url) for each in urls for url in each)
-    return PromptInput(
-        prepare=partial(remote_media.fetch_all, conversation) if remote_media is not None and is_remote_any else None,
-        preprocess=lambda engine, salt: engine.preprocess(
-            conversation, continue_final_message=continue_final_message, tools=tools, salt=salt
-        ),
-        num_characters=num_characters,
-        num_images=len(urls),
-        num_media_bytes=sum(len(url) * 3 // 4 for each in urls for url in each),
-    )
-
-
-def count_characters(value: Any) -> int:
-    """Count the characters of all texts and keys of a JSON value, and one for any other value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum([len(name) + count_characters(child) for name, child in value.items()])
-    if isinstance(value, list | tuple):
-        return sum([count_characters(child) for child in value])
-    return 0 if value is None else 1

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -21,68 +20,23 @@ from saccade.engine.prompt import TokenPrompt
 from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
-from saccade.serve.admission import Admission, AdmissionLimits, AdmittedRequest, Demand, Refusal
-from saccade.serve.body_limits import MAX_CHARACTERS_PER_TOKEN, BodyLimits, too_long
+from saccade.serve.admission import Admission, AdmissionLimits, Demand
+from saccade.serve.body_limits import BodyLimits
 from saccade.serve.config import ServeConfig
+from saccade.serve.counted_request import CountedRequest, overloaded
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
 from saccade.serve.keys import ApiKey
 from saccade.serve.metrics import ServerMetrics
 from saccade.serve.metrics_history import MetricsHistory
+from saccade.serve.prompt_input import PromptInput, text_input
 from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord, log_request
 from saccade.serve.remote_media import RemoteMedia
 from saccade.serve.supervisor import Supervisor
 
 _Result = TypeVar("_Result")
-_CHARACTERS_PER_TOKEN = 4
-"""Characters of a token of text, for estimates."""
 _MIN_TIMEOUT_S = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptInput:
-    """One prompt of a request, before preprocessing."""
-
-    preprocess: Callable[[Engine, bytes], Future[TokenPrompt]]
-    """Start preprocessing, with the salt of the request."""
-    prepare: Callable[[Callable[[int], None]], Awaitable[None]] | None = None
-    """Work that must end before; it is given a function that counts the bytes of fetched media."""
-    num_characters: int = 0
-    """Characters of its text."""
-    num_token_ids: int = 0
-    """Tokens that the client sent as ids."""
-    num_images: int = 0
-    """Images and videos."""
-    num_media_bytes: int = 0
-    """Encoded size of the images and videos."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Estimated tokens of its text."""
-        return self.num_characters // _CHARACTERS_PER_TOKEN + 1 + self.num_token_ids
-
-    def check_length(self, max_length: int) -> None:
-        """Refuse a text that cannot fit before time is spent on its tokens."""
-        if self.num_characters > max_length * MAX_CHARACTERS_PER_TOKEN:
-            raise too_long(max_length, f"the prompt has about {self.num_characters} characters")
-
-
-def text_input(engine: Engine, text: str) -> PromptInput:
-    """Return the prompt of a plain text."""
-    token_ids: list[int] = []
-
-    async def encode(_: Callable[[int], None]) -> None:
-        encoded = await asyncio.wrap_future(engine.encode_text(text))
-        if len(encoded) >= engine.max_length:
-            raise too_long(engine.max_length, f"the prompt has {len(encoded)}")
-        token_ids.extend(encoded)
-
-    return PromptInput(
-        prepare=encode,
-        preprocess=lambda engine, salt: engine.preprocess_tokens(token_ids, salt=salt),
-        num_characters=len(text),
-    )
 
 
 @dataclass(kw_only=True)
@@ -188,18 +142,7 @@ class Service:
         """Refuse a request before its body is read, if no request could be served now."""
         _ = self.supervisor.engine
         if (admission := self.admission) is not None and (refusal := admission.is_full(time.monotonic())) is not None:
-            raise self.overloaded(admission, refusal)
-
-    @staticmethod
-    def overloaded(admission: Admission, refusal: Refusal) -> ApiError:
-        """Return the error of a request that is refused for now, and count it."""
-        admission.refuse(refusal)
-        return ApiError(
-            429,
-            "the server is at its limit; try again later",
-            code="overloaded",
-            retry_after_s=refusal.retry_after_s,
-        )
+            raise overloaded(admission, refusal)
 
     # -------------------------------------------------------------- submit a request to the engine
 
@@ -272,7 +215,7 @@ class Service:
             return await self._in_time(request, asyncio.wrap_future(future))
 
     @contextlib.contextmanager
-    def _opened(self, request: Request, prompt: PromptInput) -> Iterator[_OpenRequest]:
+    def _opened(self, request: Request, prompt: PromptInput) -> Iterator[CountedRequest]:
         """Admit a request that generates nothing, until the block ends."""
         demand = Demand(
             num_completions=1,
@@ -289,15 +232,26 @@ class Service:
         finally:
             opened.close()
 
-    def _open(self, request: Request, prompts: Sequence[PromptInput], demand: Demand) -> _OpenRequest:
+    def _open(self, request: Request, prompts: Sequence[PromptInput], demand: Demand) -> CountedRequest:
         """Admit a request, or refuse it."""
         for prompt in prompts:
             prompt.check_length(self.supervisor.engine.max_length)
-        admitted, num_charged = self._admit(demand, request.state.key)
-        return _OpenRequest(self, admitted, request.state.record, request.state.key, num_charged)
+        key, admission, now = request.state.key, self.admission, time.monotonic()
+        assert admission is not None, "there is an engine"
+        if (refusal := admission.refusal(demand, now)) is not None:
+            raise overloaded(admission, refusal)
+        num_tokens = admission.estimated_tokens(demand)
+        if key is not None and (wait_s := self.rates.take_tokens(key, num_tokens, now)):
+            raise ApiError(
+                429,
+                f"the key {key.name} may use {key.tokens_per_minute} tokens per minute; try again in {wait_s:.1f} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
+        return CountedRequest(admission, admission.admit(demand), self.rates, request.state.record, key, num_tokens)
 
     async def _preprocess(
-        self, request: Request, opened: _OpenRequest, engine: Engine, prompts: Sequence[PromptInput], salt: bytes
+        self, request: Request, opened: CountedRequest, engine: Engine, prompts: Sequence[PromptInput], salt: bytes
     ) -> list[Future[TokenPrompt]]:
         """Start preprocessing, after the preparations of the prompts."""
         if waits := [prompt.prepare(opened.add_media) for prompt in prompts if prompt.prepare is not None]:
@@ -319,67 +273,6 @@ class Service:
         for generation in list(self.generations):
             generation.cancel()
 
-    def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[AdmittedRequest, int]:
-        """Count a request as open; return it and the tokens that its key was charged."""
-        admission, now = self.admission, time.monotonic()
-        assert admission is not None, "there is an engine"
-        if (refusal := admission.refusal(demand, now)) is not None:
-            raise self.overloaded(admission, refusal)
-        num_tokens = admission.estimated_tokens(demand)
-        if key is not None and (wait_s := self.rates.take_tokens(key, num_tokens, now)):
-            raise ApiError(
-                429,
-                f"the key {key.name} may use {key.tokens_per_minute} tokens per minute; try again in {wait_s:.1f} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
-        return admission.admit(demand), num_tokens
-
-
-class _OpenRequest:
-    """Counts a request for admission and for the rate limit of its key, until it is closed."""
-
-    def __init__(
-        self,
-        service: Service,
-        admitted: AdmittedRequest,
-        record: RequestRecord,
-        key: ApiKey | None,
-        num_charged: int,
-    ) -> None:
-        admission = service.admission
-        assert admission is not None, "the request was admitted"
-        self._admission, self._service, self._admitted = admission, service, admitted
-        self._record, self._key, self._num_charged = record, key, num_charged
-
-    def add_media(self, num_bytes: int) -> None:
-        """Count media that are being fetched. Raises if the media of all requests are too large."""
-        if (refusal := self._admission.add_media(self._admitted, num_bytes, time.monotonic())) is not None:
-            raise self._service.overloaded(self._admission, refusal)
-
-    def watch_preprocessing(self, prompts: Sequence[Future[TokenPrompt]]) -> None:
-        """Count the request as preprocessed when its last prompt is ready."""
-        loop, waiting = asyncio.get_running_loop(), list(prompts)
-
-        def done(prompt: Future[TokenPrompt]) -> None:
-            waiting.remove(prompt)
-            if not waiting:
-                self._admission.preprocessed(self._admitted, sum(map(_num_image_tokens, prompts)))
-
-        for prompt in prompts:
-            prompt.add_done_callback(partial(_post, loop, done))
-
-    def close(self) -> None:
-        """Count the end of the request. A second call has no effect."""
-        if not self._admitted.is_open:
-            return
-        record, now = self._record, time.monotonic()
-        is_whole = record.ending in ("stop", "length")
-        self._admission.close(self._admitted, now, num_output_tokens=record.num_output_tokens if is_whole else None)
-        if self._key is not None:
-            num_used = record.num_prompt_tokens + record.num_output_tokens
-            self._service.rates.settle_tokens(self._key, self._num_charged, num_used, now)
-
 
 def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams]) -> Demand:
     return Demand(
@@ -394,20 +287,6 @@ def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams])
 def _remaining(record: RequestRecord, timeout_s: float) -> float:
     """Return the remaining time of a limit that began when the request arrived."""
     return max(_MIN_TIMEOUT_S, timeout_s - (time.perf_counter() - record.arrived_at))
-
-
-def _post(
-    loop: asyncio.AbstractEventLoop, call: Callable[[Future[TokenPrompt]], None], prompt: Future[TokenPrompt]
-) -> None:
-    """Run a call in the event loop, from another thread. It has no effect after the loop has ended."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call, prompt)
-
-
-def _num_image_tokens(prompt: Future[TokenPrompt]) -> int:
-    if prompt.cancelled() or prompt.exception() is not None:
-        return 0
-    return sum(image.span.num_tokens for image in prompt.result().images)
 
 
 def _salt(key: ApiKey | None, cache_salt: str | None) -> bytes:

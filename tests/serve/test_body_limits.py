@@ -14,7 +14,7 @@ from serve.running import TIMEOUT_S, chat_body, image_part
 from saccade.engine import Engine, EngineConfig
 from saccade.serve.body_limits import TextCounter
 from saccade.serve.errors import ApiError
-from saccade.serve.service import text_input
+from saccade.serve.prompt_input import text_input
 
 
 def test_bytes_outside_of_data_urls_are_counted_however_the_body_arrives():

@@ -13,12 +13,13 @@ from saccade.engine.request import Completion, TokenLogprobs
 from saccade.errors import UserError
 from saccade.processor.tools import check_tools
 from saccade.serve.answer_writer import ChoicesWriter
-from saccade.serve.conversation import conversation_of, prompt_input
+from saccade.serve.conversation import conversation_of
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import chat_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
+from saccade.serve.prompt_input import conversation_input
 from saccade.serve.protocol.chat import ChatCompletion, ChatRequest
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of, structured_field_of
@@ -93,7 +94,7 @@ async def _start(
                 code="unsupported_parameter",
             )
         conversation, tools = with_tools_described(conversation, check_tools(tools)), None
-    prompt = prompt_input(
+    prompt = conversation_input(
         conversation, continue_final_message=continues, tools=tools, remote_media=service.remote_media
     )
     generation = await service.start(

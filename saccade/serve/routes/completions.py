@@ -15,10 +15,11 @@ from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
+from saccade.serve.prompt_input import PromptInput, text_input
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of, structured_field_of
-from saccade.serve.service import PromptInput, Service, text_input
+from saccade.serve.service import Service
 from saccade.serve.sse import event
 
 _DEFAULT_MAX_TOKENS = 16

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
 from saccade.serve.answer_writer import AnswerWriter
-from saccade.serve.conversation import Conversation, check_media_url, extra_fields, prompt_input
+from saccade.serve.conversation import check_media_url, extra_fields
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
+from saccade.serve.prompt_input import Conversation, conversation_input
 from saccade.serve.protocol.chat import JsonSchema, JsonSchemaFormat, ResponseFormat
 from saccade.serve.protocol.common import SamplingFields
 from saccade.serve.protocol.responses import InputImage, NamedSchema, ResponsesAnswer, ResponsesRequest
@@ -59,7 +60,7 @@ async def _start(service: Service, body: ResponsesRequest, request: Request, ada
     conversation = _conversation(body, names, allows_remote=allows_remote)
     return await service.start(
         request,
-        [prompt_input(conversation, remote_media=service.remote_media)],
+        [conversation_input(conversation, remote_media=service.remote_media)],
         samplings,
         streams=body.stream or False,
         adapter=adapter,

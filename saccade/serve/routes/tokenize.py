@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from saccade.serve.conversation import Conversation, conversation_of, prompt_input
+from saccade.serve.conversation import conversation_of
 from saccade.serve.errors import bad_request
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import GENERATION_ERRORS
+from saccade.serve.prompt_input import Conversation, conversation_input
 from saccade.serve.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -35,7 +36,7 @@ def router(service: Service) -> APIRouter:
         if isinstance(body, TokenizeTextRequest):
             tokens = await service.encode(request, body.prompt)
         else:  # images are preprocessed, since their size decides
-            tokens = (await service.preprocess(request, prompt_input(_conversation(service, body)))).token_ids
+            tokens = (await service.preprocess(request, conversation_input(_conversation(service, body)))).token_ids
         answer = {"count": len(tokens), "max_model_len": service.supervisor.engine.max_length, "tokens": tokens}
         return Response(orjson.dumps(answer), media_type="application/json")
 
