@@ -8,7 +8,7 @@ from serve.running import TIMEOUT_S, image_part
 from serve.scraping import scrape, wait_for_growth, wait_until_idle
 
 from saccade.engine.core.statistics import Statistics
-from saccade.serve.metrics import _Totals
+from saccade.serve.engine_metrics import _Totals
 from saccade.serve.metrics_history import MetricsHistory
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
