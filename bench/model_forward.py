@@ -22,7 +22,7 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
 from saccade.processor import ModelInputs, Processor
-from saccade.train.metrics import forward_flops, peak_flops
+from saccade.train.flops import forward_flops, peak_flops
 
 
 def conversations(processor: Processor, count: int, side: int, text_tokens: int) -> ModelInputs:

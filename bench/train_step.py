@@ -29,8 +29,8 @@ from saccade.model.linear import Linear
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 from saccade.train.batches import MicroBatch
+from saccade.train.flops import PEAK_FLOPS, micro_batch_work
 from saccade.train.loss import ModelWithLoss, count_labels, next_token_labels
-from saccade.train.metrics import PEAK_FLOPS, micro_batch_work
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallel_config import Recompute
 from saccade.train.parallelize import ParallelModel, recompute

@@ -25,8 +25,8 @@ from saccade.data.loader import Stream, open_stream
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
 from saccade.train.config import TrainConfig
+from saccade.train.flops import Work, micro_batch_work
 from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
-from saccade.train.metrics import Work, micro_batch_work
 from saccade.train.objectives.objective import Objective
 from saccade.train.stage_config import StageConfig
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from saccade.report.charts import Points, line_chart
 from saccade.report.html import Html
 from saccade.report.page import cards, image, table, write_page
-from saccade.train.metrics import duration, thousands
+from saccade.train.log_line import duration, thousands
 from saccade.train.trackers import flat_numbers, read_records
 
 MAX_ROWS = 200

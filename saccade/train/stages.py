@@ -41,6 +41,7 @@ from saccade.train.metrics import MetricsLog
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.parameter_groups import part_of
+from saccade.train.position import Position
 from saccade.train.process import catch_stop_signals, lock_folder
 from saccade.train.random_state import restore_random_state, seed_everything
 from saccade.train.report import write_report
@@ -48,7 +49,7 @@ from saccade.train.saved_state import SavedState, newest_state, state_of_step
 from saccade.train.saver import Saver
 from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import Trackers, open_trackers
-from saccade.train.train_state import Progress, TrainState
+from saccade.train.train_state import TrainState
 from saccade.train.trainer import Ending, OnExport, Trainer, Validate
 from saccade.train.validation import combine, held_out_validation
 from saccade.world import World, open_world
@@ -236,19 +237,19 @@ def _run_stage(
         ema_decay=stage.ema_decay,
     )
     guard = Guard(config.guard)
-    progress = _load_state(saved, number, stage, state, guard, world, config.seed)
+    position = _load_state(saved, number, stage, state, guard, world, config.seed)
     strategy = "single device" if parallel.strategy == "none" else f"{parallel.strategy} on {world.size} ranks"
-    logger.info('stage "%s": step %d, %s\n%s', stage.name, progress.step, strategy, trainable_table(parallel.model))
-    with _open_data(config, stage, progress, world) as stream:
+    logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.model))
+    with _open_data(config, stage, position, world) as stream:
         _write_settings(config, world)
         if _must_stop(stop_requested, stage, world):
             return Ending.STOPPED
-        last_validated = progress.step - ("validation" not in progress.done and progress.stage_step > 0)
+        last_validated = position.step - ("validation" not in position.done and position.stage_step > 0)
         held_out = held_out_validation(config, stage, world, step=last_validated, stop_requested=stop_requested)
         return Trainer(
             config=config,
             stage=stage,
-            progress=progress,
+            position=position,
             state=state,
             batches=BatchIterator(
                 stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective
@@ -285,30 +286,30 @@ def _start_of_stage(config: TrainConfig, number: int, saved: SavedState | None, 
 
 def _load_state(
     saved: SavedState | None, number: int, stage: StageConfig, state: TrainState, guard: Guard, world: World, seed: int
-) -> Progress:
+) -> Position:
     """Load what the newest state holds for this stage; see the table above."""
     if saved is None:
         seed_everything(seed + world.rank)
-        return Progress(stage=number)
-    names = [field.name for field in dataclasses.fields(Progress) if field.name in saved.progress]
-    progress = Progress(**{name: saved.progress[name] for name in names})
-    state.load_weights(saved, averaged=progress.stage != number)
-    if progress.stage == number:
+        return Position(stage=number)
+    names = [field.name for field in dataclasses.fields(Position) if field.name in saved.progress]
+    position = Position(**{name: saved.progress[name] for name in names})
+    state.load_weights(saved, averaged=position.stage != number)
+    if position.stage == number:
         state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"])
         state.load_average(saved)
         guard.load_state_dict(saved.progress["guard"])
         restore_random_state(saved, world, seed)
-        progress.is_stage_done = False
-        return progress
+        position.is_stage_done = False
+        return position
     if stage.continue_optimizer:
         state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"], only_shared=True)
     seed_everything(seed + world.rank)
-    return Progress(
+    return Position(
         stage=number,
-        step=progress.step,
-        samples=progress.samples,
-        tokens=progress.tokens,
-        best_loss=progress.best_loss,
+        step=position.step,
+        samples=position.samples,
+        tokens=position.tokens,
+        best_loss=position.best_loss,
     )
 
 
@@ -322,11 +323,11 @@ def _trained_parts(state: TrainState) -> set[str]:
     return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
 
 
-def _open_data(config: TrainConfig, stage: StageConfig, progress: Progress, world: World) -> Stream:
+def _open_data(config: TrainConfig, stage: StageConfig, position: Position, world: World) -> Stream:
     """This rank's data stream, resumed. The main rank opens it first, because it builds a missing index."""
 
     def open_stream() -> Stream:
-        return open_stage_stream(config, stage, state=progress.data, rank=world.rank, num_ranks=world.size)
+        return open_stage_stream(config, stage, state=position.data, rank=world.rank, num_ranks=world.size)
 
     if world.is_main:
         stream = open_stream()

@@ -1,119 +1,26 @@
-"""State of a stage: model and optimizer (`TrainState`), position (`Progress`), metrics of a step (`StepMetrics`).
+"""State of a stage: model and optimizer. Backward passes, optimizer steps, saving and loading.
 
 Gradient accumulation sums in fp32, so that many small micro-batches do not vanish in their sum. FSDP does that by
 itself. Without sharding, parameters of lower precision get fp32 gradients while more micro-batches of the step follow;
 the gradient of a single micro-batch keeps the parameter's dtype. DDP reduces in the parameters' dtype, so there the sum
 is rounded before the last micro-batch is added.
-
-The metrics of a step travel over the ranks as one vector. Counters known before the forward pass are summed at the
-start of the step (the loss needs the number of loss tokens of all ranks), the rest at its end; then the host reads
-everything at once:
-
-    summed at the start  [ work | normaliser | save failed | loss tokens by source ]  local_step_counters
-    summed at the end    [ loss by source | metrics | loss | stop requested | gradient norm ]
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.errors import CheckpointError
-from saccade.train.batches import MicroBatch, StepBatch
-from saccade.train.metrics import Work
+from saccade.train.batches import MicroBatch
 from saccade.train.optimizer import Optimizer, total_norm
 from saccade.train.parallelize import ParallelModel
 from saccade.train.saved_state import SavedState, load_tensors, stored_names, weight_names
 from saccade.train.weight_average import WeightAverage
 from saccade.world import World
-
-NORMALIZER = len(Work._fields)
-"""Index of the objective's normaliser in the vector."""
-
-
-@dataclass
-class Progress:
-    """Position of a run; saved as JSON next to the tensors."""
-
-    stage: int = 0
-    """Index of the stage."""
-    step: int = 0
-    """Steps of the run, skipped ones included."""
-    stage_step: int = 0
-    """Steps of the stage."""
-    stage_samples: int = 0
-    """Samples seen in the stage."""
-    warmup_samples: int = 0
-    """Samples seen in the warm-up steps of the stage."""
-    samples: int = 0
-    """Samples seen in the run."""
-    tokens: int = 0
-    """Tokens seen in the run."""
-    is_stage_done: bool = False
-    """Whether the stage has finished."""
-    done: list[str] = field(default_factory=list)
-    """Tasks (validation, export, evaluation) done after the last step; a resumed run does the others that are due."""
-    data: dict[str, int | str] | None = None
-    """State of the data stream; None at its start."""
-    best_loss: float | None = None
-    """Lowest validation loss of the run; None before the first validation."""
-
-    def advance(self, work: Work, data: dict[str, int | str], *, is_warmup: bool) -> None:
-        """Count one step."""
-        self.step += 1
-        self.stage_step += 1
-        self.samples += int(work.samples)
-        self.stage_samples += int(work.samples)
-        if is_warmup:
-            self.warmup_samples = self.stage_samples
-        self.tokens += int(work.text_tokens + work.image_tokens)
-        self.data = data
-        self.done = []
-
-
-def local_step_counters(batch: StepBatch, *, save_failed: bool) -> NDArray[np.float64]:
-    """The counters a rank contributes at the start of a step: the first half of the vector above."""
-    return np.array([*batch.work, batch.num_units, save_failed, *batch.loss_tokens_by_source], dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of a step, summed over the ranks."""
-
-    loss: float
-    """The objective, a mean over its units: over the loss tokens, for cross entropy."""
-    grad_norm: float
-    """Gradient norm before clipping."""
-    work: Work
-    """Tokens, samples and FLOPs."""
-    must_stop: bool
-    """Whether any rank was asked to stop."""
-    save_failed: bool
-    """Whether any rank failed to save."""
-    source_losses: dict[str, tuple[float, float]]
-    """Maps a source to (sum of the cross entropy, number of loss tokens); empty in steps that are not logged."""
-    of_objective: dict[str, tuple[float, float]]
-    """Maps a metric of the objective to (sum, number of units)."""
-
-    @staticmethod
-    def read(vector: list[float], source_names: list[str], metric_names: Sequence[str]) -> StepMetrics:
-        """Parse the vector above."""
-        values = iter(vector)
-        work = Work(*(next(values) for _ in Work._fields))
-        num_units, save_failed = next(values), next(values) > 0
-        *sums, loss, must_stop, grad_norm = values
-        num_sources = (len(sums) - len(metric_names)) // 2
-        counts, sums, metrics = sums[:num_sources], sums[num_sources : 2 * num_sources], sums[2 * num_sources :]
-        source_losses = dict(zip(source_names, zip(sums, counts, strict=True), strict=False))
-        of_objective = {name: (value, num_units) for name, value in zip(metric_names, metrics, strict=True)}
-        return StepMetrics(loss, grad_norm, work, must_stop > 0, save_failed, source_losses, of_objective)
 
 
 class TrainState:

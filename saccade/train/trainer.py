@@ -5,7 +5,7 @@ compute, and then synchronizes once, for the metrics of the step: loss, gradient
 over the ranks, so every rank sees the same values and makes the same decisions.
 
 What is due after a step is done in this order: save, validate, export, evaluate. A stop request or a crash in between
-loses nothing: the saved state records what is done (`Progress.done`), and the resumed run begins with the rest.
+loses nothing: the saved state records what is done (`Position.done`), and the resumed run begins with the rest.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from saccade.train.config import TrainConfig
 from saccade.train.guard import Action, Decision, Guard
 from saccade.train.loss import ModelWithLoss
 from saccade.train.metrics import MetricsLog, Step
+from saccade.train.position import Position
 from saccade.train.process import Watchdog, manual_gc
 from saccade.train.profiling import StepProfiler
 from saccade.train.saved_state import state_before
 from saccade.train.saver import Saver
 from saccade.train.stage_config import StageConfig
+from saccade.train.step_metrics import NORMALIZER, StepMetrics, local_step_counters
 from saccade.train.trackers import JsonLines
-from saccade.train.train_state import NORMALIZER, Progress, StepMetrics, TrainState, local_step_counters
+from saccade.train.train_state import TrainState
 from saccade.train.weights import export_checkpoint
 from saccade.world import World
 
@@ -63,14 +65,14 @@ class Ending(Enum):
 
 
 class Trainer:
-    """Runs one stage, from `progress` to its end."""
+    """Runs one stage, from `position` to its end."""
 
     def __init__(
         self,
         *,
         config: TrainConfig,
         stage: StageConfig,
-        progress: Progress,
+        position: Position,
         state: TrainState,
         batches: BatchIterator,
         guard: Guard,
@@ -83,7 +85,7 @@ class Trainer:
         on_export: OnExport | None = None,
     ) -> None:
         """`stop_requested` is set from outside, on any rank; `num_samples` is given if the length is in epochs."""
-        self._config, self._stage, self._progress = config, stage, progress
+        self._config, self._stage, self._position = config, stage, position
         self._state, self._batches, self._guard, self._saver, self._world = state, batches, guard, saver, world
         self._metrics_log, self._num_samples, self._validate = metrics_log, num_samples, validate
         self._stop_requested, self._on_export = stop_requested, on_export
@@ -91,10 +93,10 @@ class Trainer:
         self._profiler = StepProfiler(config.log, config.run / "trace", world)
         self._checkpoints = config.run / "checkpoints"
         self._skipped_steps_file = config.run / "skipped_steps.jsonl"
-        self._skipped_steps = JsonLines(self._skipped_steps_file, progress.step) if world.is_main else None
+        self._skipped_steps = JsonLines(self._skipped_steps_file, position.step) if world.is_main else None
         self._is_save_due = False
         self._data_wait_s = 0.0
-        self._first_stage_step = progress.stage_step
+        self._first_stage_step = position.stage_step
         self._lr_factor = 0.0
         self._objective = state.parallel.module.objective
         self._has_checked_gradients = False
@@ -112,15 +114,15 @@ class Trainer:
 
     def _train(self) -> Ending:
         with self._watchdog.paused():
-            if self._progress.stage_step and not self._validate_and_export():  # what the run was interrupted before
+            if self._position.stage_step and not self._validate_and_export():  # what the run was interrupted before
                 return Ending.STOPPED
-        batch = self._next_batch(self._progress.stage_step)
+        batch = self._next_batch(self._position.stage_step)
         while batch is not None:
-            self._profiler.start_step(self._progress.step + 1)
+            self._profiler.start_step(self._position.step + 1)
             losses, vector = self._accumulate(batch)
             if vector is None:
                 return Ending.STOPPED
-            upcoming = self._next_batch(self._progress.stage_step + 1)
+            upcoming = self._next_batch(self._position.stage_step + 1)
             metrics = StepMetrics.read(  # the one host sync of a step
                 vector.tolist(), self._batches.source_names, self._objective.metric_names
             )
@@ -130,10 +132,10 @@ class Trainer:
             else:
                 self._reject(decision, metrics, batch, losses)
             self._start_metrics_log(metrics)
-            is_warmup = self._progress.stage_step < self._stage.schedule.warmup_steps
-            self._progress.advance(metrics.work, batch.state, is_warmup=is_warmup)
+            is_warmup = self._position.stage_step < self._stage.schedule.warmup_steps
+            self._position.advance(metrics.work, batch.state, is_warmup=is_warmup)
             self._log(metrics, decision)
-            self._profiler.end_step(self._progress.step)
+            self._profiler.end_step(self._position.step)
             if metrics.must_stop:
                 return Ending.STOPPED
             if upcoming is None:
@@ -153,7 +155,7 @@ class Trainer:
         """The micro-batches of a step, with the first copy to the device started; None at the end of the stage."""
         if self._stage.known_steps is not None and stage_step >= self._stage.known_steps:
             return None
-        step = self._progress.step - self._progress.stage_step + stage_step + 1
+        step = self._position.step - self._position.stage_step + stage_step + 1
         is_logged = step % self._config.log.every == 0 or stage_step == self._first_stage_step
         batch = self._batches.next(with_sources=is_logged)
         self._data_wait_s = 0.0 if self._is_gpu_busy() else self._batches.wait_s
@@ -207,11 +209,11 @@ class Trainer:
 
     def _scheduled_factor(self) -> float:
         """Learning-rate factor of the current step; in a stage of epochs, progress is measured in samples."""
-        progress, schedule = self._progress, self._stage.schedule
+        position, schedule = self._position, self._stage.schedule
         if self._stage.known_steps is not None:
-            return schedule.factor(progress.stage_step, self._stage.known_steps)
+            return schedule.factor(position.stage_step, self._stage.known_steps)
         return schedule.factor_by_samples(
-            progress.stage_step, progress.stage_samples, progress.warmup_samples, self._num_samples or 1
+            position.stage_step, position.stage_samples, position.warmup_samples, self._num_samples or 1
         )
 
     # -------------------------------------------------------------- bad steps
@@ -225,7 +227,7 @@ class Trainer:
                 self._roll_back()
         if decision.action is Action.GIVE_UP:
             raise DataError(
-                f"step {self._progress.step + 1}: {decision.reason}, "
+                f"step {self._position.step + 1}: {decision.reason}, "
                 f"after {self._config.guard.max_rollbacks} rollbacks already. "
                 f"Look at the samples in {self._skipped_steps_file}; if they are fine, lower the learning rate"
             )
@@ -239,7 +241,7 @@ class Trainer:
             for loss, sample_ids in zip(losses, batch.sample_ids, strict=False)
         ]
         record = {
-            "step": self._progress.step + 1,
+            "step": self._position.step + 1,
             "stage": self._stage.name,
             "action": decision.action.value,
             "reason": decision.reason,
@@ -257,7 +259,7 @@ class Trainer:
         self._saver.finish()
         optimizer_steps = self._state.optimizer.num_steps
         state = state_before(
-            self._saver.folder, self._world, stage=self._progress.stage, optimizer_steps=optimizer_steps
+            self._saver.folder, self._world, stage=self._position.stage, optimizer_steps=optimizer_steps
         )
         if state is None:
             logger.warning("this stage has no saved state to roll back to yet: the weights stay as they are")
@@ -271,7 +273,7 @@ class Trainer:
 
     def _log(self, metrics: StepMetrics, decision: Decision) -> None:
         step = Step(
-            number=self._progress.step,
+            number=self._position.step,
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             seconds=self._metrics_log.seconds_since_last(),
@@ -287,30 +289,30 @@ class Trainer:
         """At the first step, tell the log the length of the stage; an estimate if it is given in epochs."""
         if self._metrics_log.is_started:
             return
-        progress = self._progress
+        position = self._position
         if self._stage.known_steps is not None:
-            steps_left = self._stage.known_steps - progress.stage_step
+            steps_left = self._stage.known_steps - position.stage_step
         else:
-            samples_left = (self._num_samples or 0) - progress.stage_samples
+            samples_left = (self._num_samples or 0) - position.stage_samples
             steps_left = math.ceil(samples_left / max(1.0, metrics.work.samples))
-        self._metrics_log.start(num_steps=progress.step + steps_left, tokens=progress.tokens, samples=progress.samples)
+        self._metrics_log.start(num_steps=position.step + steps_left, tokens=position.tokens, samples=position.samples)
 
     def _save_if_due(self, metrics: StepMetrics) -> None:
         """Save at an interval, but not between bad steps: such a state would replace one that a rollback needs."""
         if metrics.save_failed:
             self._handle_failed_save()
-        self._is_save_due |= self._progress.step % self._config.checkpoint.every == 0
+        self._is_save_due |= self._position.step % self._config.checkpoint.every == 0
         if self._is_save_due and not self._guard.is_in_streak:
             self._save()
             self._is_save_due = False
 
     def _save(self) -> None:
         """Save the training state. Training waits only for the copy to host memory."""
-        self._saver.save(self._progress.step, self._state.tensors(), self._saved_progress())
+        self._saver.save(self._position.step, self._state.tensors(), self._saved_progress())
 
     def _saved_progress(self) -> dict[str, Any]:
         """Everything but tensors and random generators, as JSON."""
-        return dataclasses.asdict(self._progress) | {
+        return dataclasses.asdict(self._position) | {
             "guard": self._guard.state_dict(),
             "optimizer_steps": self._state.optimizer.num_steps,
             "fingerprint": self._config.fingerprint,
@@ -330,25 +332,25 @@ class Trainer:
             if not self._run_validation(self._validate):
                 return False
             self._mark_done("validation")
-        name = f"step-{self._progress.step:08d}"
+        name = f"step-{self._position.step:08d}"
         if self._is_due("export", export, is_last):
             self._write_checkpoint(name)
             self._mark_done("export")
         if self._on_export is not None and self._is_due("evaluation", export, is_last):
             if self._world.is_main:
-                self._on_export(self._checkpoints / name, self._progress.step)
+                self._on_export(self._checkpoints / name, self._position.step)
             self._world.barrier(timeout_s=EXPORT_TIMEOUT_S)
             self._mark_done("evaluation")
         return True
 
     def _is_due(self, task: str, every: int | None, is_last: bool) -> bool:
-        is_its_step = is_last or (every is not None and self._progress.step % every == 0)
-        return is_its_step and task not in self._progress.done
+        is_its_step = is_last or (every is not None and self._position.step % every == 0)
+        return is_its_step and task not in self._position.done
 
     def _mark_done(self, task: str) -> None:
         """Record a task that has ended in the saved state of this step, if there is one."""
-        self._progress.done.append(task)
-        self._saver.update(self._progress.step, self._saved_progress())
+        self._position.done.append(task)
+        self._saver.update(self._position.step, self._saved_progress())
 
     def _write_checkpoint(self, name: str) -> None:
         out = self._checkpoints / name
@@ -365,32 +367,32 @@ class Trainer:
 
     def _run_validation(self, validate: Validate) -> bool:
         """Return False if a stop request interrupted it."""
-        logger.info("step %d: validation", self._progress.step)
+        logger.info("step %d: validation", self._position.step)
         model = self._state.parallel.module.eval()
         with torch.no_grad(), self._state.averaged():
-            scores = validate(model, self._progress.step)
+            scores = validate(model, self._position.step)
         self._state.parallel.reshard()
         model.train()
         if scores is None:
-            logger.info("step %d: validation interrupted, no scores", self._progress.step)
+            logger.info("step %d: validation interrupted, no scores", self._position.step)
             return False
         self._keep_best(scores)
-        self._metrics_log.add_validation(self._progress.step, scores)
+        self._metrics_log.add_validation(self._position.step, scores)
         self._metrics_log.seconds_since_last()  # validation does not count as time of a step
         return True
 
     def _keep_best(self, scores: Mapping[str, float]) -> None:
         """Remember the lowest validation loss of the run, and export its checkpoint if configured."""
-        loss, best = scores.get("loss"), self._progress.best_loss
+        loss, best = scores.get("loss"), self._position.best_loss
         if loss is None or (best is not None and loss >= best):
             return
-        self._progress.best_loss = loss
+        self._position.best_loss = loss
         if self._config.validation.export_best:
-            logger.info("step %d: validation loss %.4f is the lowest", self._progress.step, loss)
+            logger.info("step %d: validation loss %.4f is the lowest", self._position.step, loss)
             self._write_checkpoint("best")
 
     def _collect_garbage(self) -> None:
-        if self._progress.step % self._config.gc_every == 0:
+        if self._position.step % self._config.gc_every == 0:
             gc.collect(1)
 
     # -------------------------------------------------------------- end of a stage
@@ -399,11 +401,11 @@ class Trainer:
         """Wait until the state of this step is on disk."""
         self._save_unless_saved()
         self._saver.finish_or_raise()
-        logger.info("stopped after step %d; the same command resumes", self._progress.step)
+        logger.info("stopped after step %d; the same command resumes", self._position.step)
 
     def _save_unless_saved(self) -> bool:
         """Save the state of this step if it is not on disk; whether it was. Earlier failures do not matter any more."""
-        is_saved = self._saver.has(self._progress.step)
+        is_saved = self._saver.has(self._position.step)
         self._saver.failure = None
         if not is_saved:
             self._save()
@@ -415,9 +417,9 @@ class Trainer:
         self._saver.finish()
         if not self._validate_and_export(is_last=True):
             return Ending.STOPPED
-        self._progress.is_stage_done = True
+        self._position.is_stage_done = True
         if self._save_unless_saved():
-            self._saver.update(self._progress.step, self._saved_progress())
+            self._saver.update(self._position.step, self._saved_progress())
         self._saver.finish_or_raise()
-        logger.info('stage "%s": done after %d steps', self._stage.name, self._progress.stage_step)
+        logger.info('stage "%s": done after %d steps', self._stage.name, self._position.stage_step)
         return Ending.FINISHED

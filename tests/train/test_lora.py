@@ -20,9 +20,9 @@ from saccade.model.linear import Linear
 from saccade.model.lora_linear import GROUP_SIZE, LoraLinear, compute_weight, stored_weight
 from saccade.processor import Processor
 from saccade.train.config import TrainConfig
+from saccade.train.flops import Flops, training_flops
 from saccade.train.lora import lora_layers, lora_parameters, target_layers
 from saccade.train.loss import count_labels, next_token_labels
-from saccade.train.metrics import Flops, training_flops
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.saved_state import newest_state, stored_names

@@ -9,19 +9,9 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
-from saccade.train.metrics import (
-    Flops,
-    Meter,
-    Step,
-    Work,
-    device_memory_gib,
-    duration,
-    format_line,
-    forward_flops,
-    micro_batch_work,
-    peak_flops,
-    training_flops,
-)
+from saccade.train.flops import Flops, Work, forward_flops, micro_batch_work, peak_flops, training_flops
+from saccade.train.log_line import duration, format_line
+from saccade.train.metrics import Meter, Step, device_memory_gib
 
 EVERYTHING = ("vision", "projector", "embedding", "language", "head")
 

@@ -24,8 +24,8 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_run
+from saccade.train.log_line import format_line
 from saccade.train.loss import IGNORED, next_token_labels
-from saccade.train.metrics import format_line
 from saccade.train.objectives import chunks
 from saccade.train.objectives.objective import Labelled
 from saccade.train.parallelize import parallelize
