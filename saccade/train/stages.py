@@ -3,21 +3,10 @@
     check every stage -> find the newest state
     -> for each stage that is not done: build -> load state -> train -> export -> save
 
-A stage always starts from disk: the initial checkpoint folder, overlaid with the newest saved state. Whether that state
-was saved in the middle of this stage or at the end of the previous one makes little difference, so a stage change and a
-restart after a crash are the same code path. What is loaded:
-
-                            same stage      next stage
-    weights                 all             all; their average, where the previous stage kept one
-    average of the weights  all             starts from the weights
-    optimizer state         all             with `continue_optimizer`: of parameters trained in both
-    step of the schedule    yes             starts at 0
-    data position           yes             starts at 0
-    guard's loss history    yes             starts empty
+A stage always starts from disk: `resume.py` says what is loaded.
 """
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import platform
@@ -30,10 +19,11 @@ from saccade import __version__, errors
 from saccade.config import encode, load_config, write_config
 from saccade.data.index import open_index
 from saccade.data.loader import Stream
-from saccade.errors import CheckpointError, ConfigError, UserError
+from saccade.errors import ConfigError, UserError
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_stages
 from saccade.train.config import TrainConfig, changed_keys
+from saccade.train.due_tasks import DueTasks, OnExport, Validate
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
 from saccade.train.memory_check import explain_out_of_memory
@@ -43,14 +33,14 @@ from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.parameter_groups import part_of
 from saccade.train.position import Position
 from saccade.train.process import catch_stop_signals, lock_folder
-from saccade.train.random_state import restore_random_state, seed_everything
 from saccade.train.report import write_report
-from saccade.train.saved_state import SavedState, newest_state, state_of_step
+from saccade.train.resume import first_stage, load_state, start_of_stage
+from saccade.train.saved_state import SavedState, newest_state
 from saccade.train.saver import Saver
 from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import Trackers, open_trackers
 from saccade.train.train_state import TrainState
-from saccade.train.trainer import Ending, OnExport, Trainer, Validate
+from saccade.train.trainer import Ending, Trainer
 from saccade.train.validation import combine, held_out_validation
 from saccade.world import World, open_world
 
@@ -82,7 +72,7 @@ def train_in(
         Saver(config.run / "state", config.checkpoint, world) as saver,
     ):
         state = newest_state(saver.folder, world, verify=True)
-        remaining = range(_first_stage(config, state), len(config.stages))
+        remaining = range(first_stage(config, state), len(config.stages))
         stages = [config.stages[number] for number in remaining]
         _on_main(world, lambda: check_stages(config, stages, world), timeout_s=INDEX_TIMEOUT_S)
         with _open_trackers(config, state, world) as trackers:
@@ -180,38 +170,6 @@ def _open_trackers(config: TrainConfig, state: SavedState | None, world: World) 
     return open_trackers(config.log.trackers, config.run, step=step, settings=encode(config), is_validated=is_validated)
 
 
-def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
-    """Index of the stage to start or resume; a finished stage that was made longer is resumed."""
-    if state is None:
-        return 0
-    if state.progress["fingerprint"] != config.fingerprint:
-        logger.warning("the state of step %d was saved with different settings", state.step)
-    number = int(state.progress["stage"])
-    if number >= len(config.stages):
-        raise ConfigError(
-            f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. "
-            "Use the recipe of this run, or another run folder: --set run=NAME"
-        )
-    if state.progress["is_stage_done"] and not _was_extended(config.stages[number], state):
-        number += 1
-    if number == len(config.stages):
-        logger.info("every stage of this run is done. Give it more steps, or use another run folder: --set run=NAME")
-    return number
-
-
-def _was_extended(stage: StageConfig, state: SavedState) -> bool:
-    """Whether a finished stage is longer in this recipe than it was when it finished."""
-    if stage.known_steps is not None:
-        return bool(state.progress["stage_step"] < stage.known_steps)
-    done = state.progress["epochs"]
-    if done is None:
-        raise ConfigError(
-            f"stage {stage.name} finished after {state.progress['stage_step']} steps, and its length is now "
-            "given in epochs. Give it in steps or tokens, or add a stage"
-        )
-    return bool(stage.epochs is not None and stage.epochs > done)
-
-
 def _run_stage(
     config: TrainConfig,
     number: int,
@@ -224,7 +182,7 @@ def _run_stage(
 ) -> Ending:
     """Build the stage, load the saved state, train."""
     stage, saved = config.stages[number], newest_state(saver.folder, world)
-    start = _start_of_stage(config, number, saved, saver)
+    start = start_of_stage(config, number, saved, saver)
     parallel = parallelize(
         config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed, start=start
     )
@@ -237,7 +195,7 @@ def _run_stage(
         ema_decay=stage.ema_decay,
     )
     guard = Guard(config.guard)
-    position = _load_state(saved, number, stage, state, guard, world, config.seed)
+    position = load_state(saved, number, stage, state, guard, world, config.seed)
     strategy = "single device" if parallel.strategy == "none" else f"{parallel.strategy} on {world.size} ranks"
     logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.model))
     with _open_data(config, stage, position, world) as stream:
@@ -246,6 +204,19 @@ def _run_stage(
             return Ending.STOPPED
         last_validated = position.step - ("validation" not in position.done and position.stage_step > 0)
         held_out = held_out_validation(config, stage, world, step=last_validated, stop_requested=stop_requested)
+        metrics_log = MetricsLog(trackers, stage.name, config.log.every, world)
+        due = DueTasks(
+            config=config,
+            stage=stage,
+            position=position,
+            state=state,
+            guard=guard,
+            saver=saver,
+            world=world,
+            metrics_log=metrics_log,
+            validate=combine(validate, held_out, device=world.device),
+            on_export=on_export,
+        )
         return Trainer(
             config=config,
             stage=stage,
@@ -256,61 +227,12 @@ def _run_stage(
             ),
             guard=guard,
             saver=saver,
-            metrics_log=MetricsLog(trackers, stage.name, config.log.every, world),
+            metrics_log=metrics_log,
+            due=due,
             world=world,
             stop_requested=stop_requested,
             num_samples=_num_samples(stage),
-            validate=combine(validate, held_out, device=world.device),
-            on_export=on_export,
         ).run()
-
-
-def _start_of_stage(config: TrainConfig, number: int, saved: SavedState | None, saver: Saver) -> SavedState | None:
-    """The state that a stage started from, if its objective needs it; it is kept until the next stage."""
-    saver.kept_step = None
-    if saved is None or not config.needs_start(number):
-        return None
-    is_started = saved.progress["stage"] == number
-    step = saved.progress["step"] - saved.progress["stage_step"] if is_started else saved.step
-    start = state_of_step(saver.folder, step)
-    if start is None:
-        name, stage = f"step-{step:08d}", config.stages[number].name
-        raise CheckpointError(
-            f"{saver.folder / name}: the state that stage {stage} started from is gone or damaged, and its model is "
-            "the reference of the stage. Name a folder with its weights: "
-            f"--set stages.{stage}.objective.dpo.reference={config.run / 'checkpoints' / name}"
-        )
-    saver.kept_step = step
-    return start
-
-
-def _load_state(
-    saved: SavedState | None, number: int, stage: StageConfig, state: TrainState, guard: Guard, world: World, seed: int
-) -> Position:
-    """Load what the newest state holds for this stage; see the table above."""
-    if saved is None:
-        seed_everything(seed + world.rank)
-        return Position(stage=number)
-    names = [field.name for field in dataclasses.fields(Position) if field.name in saved.progress]
-    position = Position(**{name: saved.progress[name] for name in names})
-    state.load_weights(saved, averaged=position.stage != number)
-    if position.stage == number:
-        state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"])
-        state.load_average(saved)
-        guard.load_state_dict(saved.progress["guard"])
-        restore_random_state(saved, world, seed)
-        position.is_stage_done = False
-        return position
-    if stage.continue_optimizer:
-        state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"], only_shared=True)
-    seed_everything(seed + world.rank)
-    return Position(
-        stage=number,
-        step=position.step,
-        samples=position.samples,
-        tokens=position.tokens,
-        best_loss=position.best_loss,
-    )
 
 
 def _trained_parts(state: TrainState) -> set[str]:

@@ -33,10 +33,10 @@ from saccade.processor.inputs import ModelInputs
 from saccade.report.page import thumbnail
 from saccade.train.batches import BatchIterator, open_validation_stream
 from saccade.train.config import TrainConfig
+from saccade.train.due_tasks import Validate
 from saccade.train.loss import ModelWithLoss
 from saccade.train.stage_config import StageConfig
 from saccade.train.trackers import JsonLines
-from saccade.train.trainer import Validate
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
