@@ -12,7 +12,9 @@ import pytest
 import torch
 from model.hugging_face import picture
 
+from saccade.config import load_config
 from saccade.data.toy import write_toy_shards
+from saccade.fleet.config import FleetConfig
 from saccade.model.initialize import initialize_random, named_size
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -82,6 +84,13 @@ def test_the_notebook_runs_and_is_stored_without_outputs():
     for cell in cells:
         exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     assert len(names["completions"]) == 2
+
+
+def test_the_example_of_a_fleet_is_valid():
+    fleet = load_config(FleetConfig, EXAMPLES / "fleet.toml")
+    [model] = fleet.models
+    assert [version.traffic for version in model.versions] == [100.0]
+    assert model.probes, "it shows how a version is probed"
 
 
 def test_every_example_is_listed_and_tested():
