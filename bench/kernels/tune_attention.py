@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 def settings(kernel: str, head_dim: int, quick: bool) -> list[Any]:
-    """Settings worth trying, likeliest first: their accumulators about fit in registers when compiled for sm_90."""
+    """Settings worth trying, the best bets first: their accumulators about fit in registers when compiled for sm_90."""
     tma = {"tma": True}
     choices: dict[str, list[Any]] = {
         "window forward": [

@@ -53,7 +53,7 @@ class Experiment:
     """A comparison of variants; the first one is the control."""
 
     name: str
-    """Name of the experiment. Another name assigns users anew."""
+    """Name of the experiment. Another name assigns users again."""
     variants: tuple[Variant, ...]
     """Variants, the control first."""
     metrics: tuple[str, ...] = ("errors", "ttft", "tpot")

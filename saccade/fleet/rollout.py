@@ -9,7 +9,7 @@
     decision = rollout.decide(now)        # every second; what changed and why, or None
 
 A user has a fixed position in [0, 1), hashed with the name of the rollout, and gets the new version while the position
-is below the share: a larger share adds users and moves none back. Each step of the ramp tests each objective anew:
+is below the share: a larger share adds users and moves none back. Each step of the ramp tests each objective again:
 against its maximum, and against the running version (`comparison.py`). `false_rollbacks` is divided equally among these
 tests, which may be looked at any time (`evidence.py`). Time is a number that the caller passes.
 """

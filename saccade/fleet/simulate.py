@@ -56,7 +56,7 @@ class _RoundRobin:
 
 
 class _PowerOfTwo:
-    """Of two random replicas the one with fewer requests in progress, which it always knows."""
+    """Choose the one of two random replicas that has fewer requests in progress, which is always known."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         self._names, self._rng = names, random.Random(seed)  # noqa: S311

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from saccade.device import lazy_zeros, to_device
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
@@ -115,7 +114,3 @@ class ImageRunner:
             for image in chunk.images
             if image.slots[0] in self._failures
         }
-
-    def index_select(self, index: Tensor) -> Tensor:
-        """Features of tokens, by their index in the encoder cache."""
-        return self.features.index_select(0, index)
