@@ -4,12 +4,15 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from commands import run_forked
 
+from saccade.errors import CheckpointError
 from saccade.model.initialize import initialize_random, named_size
+from saccade.processor.folder import read_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -133,3 +136,9 @@ def test_without_the_extra_it_says_how_to_get_the_checkpoint(chats):
     [line] = ended.err.strip().splitlines()
     assert "pip install 'saccade[hub]'" in line
     assert "hf download acme/tiny --local-dir tiny" in line
+
+
+@pytest.mark.parametrize("folder", ["checkpoints/tiny", "runs/tiny"])
+def test_a_folder_of_a_recipe_is_not_taken_for_a_name_on_the_hub(folder):
+    with pytest.raises(CheckpointError, match=r"saccade init makes a new checkpoint folder$"):
+        read_config(Path(folder))

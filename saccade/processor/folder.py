@@ -7,16 +7,17 @@ from typing import Any
 
 from saccade.errors import CheckpointError
 
+_OUR_FOLDERS = ("checkpoints", "runs")
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json`: a folder without it is not a checkpoint."""
     if not folder.exists():
         hint = "Check the path; saccade init makes a new checkpoint folder"
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder)):
+        if _may_be_on_the_hub(folder):
             hint = (
                 f"{hint}. A model of the Hugging Face Hub is downloaded first: hf download {folder} --local-dir "
-                f"{folder.name} "
-                f"(pip install huggingface_hub), then use the folder {folder.name}"
+                f"{folder.name} (pip install huggingface_hub), then use the folder {folder.name}"
             )
         raise CheckpointError(f"{folder}: no such folder. {hint}")
     if not folder.is_dir():
@@ -24,6 +25,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json, so it is not a checkpoint folder. saccade init makes one")
     return read_json(folder / "config.json")
+
+
+def _may_be_on_the_hub(folder: Path) -> bool:
+    """Whether a folder that does not exist may be ORG/NAME. Recipes name folders in `checkpoints` and `runs`."""
+    if folder.parent.name in _OUR_FOLDERS or folder.parent.is_dir():
+        return False
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder)) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:
