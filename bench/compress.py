@@ -26,8 +26,8 @@ from torch import Tensor
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig, load_batches
+from saccade.compress.layer_report import CompressReport
 from saccade.compress.mixed_scheme import Picker
-from saccade.compress.run import CompressReport
 from saccade.compress.scheme import BUILT_IN, Scheme
 from saccade.compress.verify import Fidelity, Reference
 from saccade.device import resolve_device

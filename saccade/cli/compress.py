@@ -15,7 +15,7 @@ from saccade.errors import ConfigError, QualityError
 
 if TYPE_CHECKING:
     from saccade.compress.calibration import CalibrationConfig
-    from saccade.compress.mixed_scheme import Choice
+    from saccade.compress.mixed_scheme import PickedScheme
     from saccade.compress.scheme import Scheme
     from saccade.compress.verify import Fidelity
     from saccade.evaluate.run import EvaluationConfig
@@ -212,7 +212,7 @@ def _scheme(
     max_loss: float | None,
     samples: "CalibrationConfig | None",
     device: str,
-) -> tuple["Scheme", "Choice | None"]:
+) -> tuple["Scheme", "PickedScheme | None"]:
     """The named scheme, or the one that is picked."""
     if name is not None:
         from saccade.compress.scheme import load_scheme

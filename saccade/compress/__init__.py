@@ -4,10 +4,10 @@
     report = compress("checkpoint/", "out/", scheme="w4a16-gptq", calibration=["shards/"])
 
 Start with `run.py`: load -> calibrate -> round -> save, one block of the model at a time. `scheme.py` says which
-projection is stored how. `quantizers.py` has the methods (round to nearest, GPTQ, AWQ, SmoothQuant) as functions of a
-weight and the statistics of its input. `calibration.py` draws samples from shard folders, and `block_runner.py` runs
-them through the model block by block. `export.py` writes compressed-tensors, `kv_scales.py` measures keys and values,
-`mixed_scheme.py` picks a scheme by `sensitivity.py`, and `verify.py` compares the result with the original.
+projection is stored how. `quantizers.py` rounds a weight (to nearest, GPTQ) and `scaling.py` scales its inputs (AWQ,
+SmoothQuant), both from `input_statistics.py`. `calibration.py` draws samples from shard folders, and `block_runner.py`
+runs them through the model block by block. `export.py` writes compressed-tensors, `kv_scales.py` measures keys and
+values, `mixed_scheme.py` picks a scheme by `sensitivity.py`, and `verify.py` compares the result with the original.
 """
 
 from typing import TYPE_CHECKING

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from saccade.compress.calibration import CalibrationConfig, image_weight, load_batches
+from saccade.compress.original import Original
 from saccade.compress.run import compress
 from saccade.compress.scheme import BUILT_IN, Form, Method, Rule, Scheme, layer_of, part_of
 from saccade.compress.sensitivity import (
@@ -32,7 +33,6 @@ from saccade.compress.sensitivity import (
     predicted_ratio,
     smallest_ratio,
 )
-from saccade.compress.source import Source
 from saccade.compress.verify import Fidelity, Reference
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
@@ -66,7 +66,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PickedScheme:
     """The scheme that was picked, and why."""
 
     scheme: Scheme
@@ -90,21 +90,21 @@ def choose_scheme(
     max_loss: float | None = None,
     device: str | torch.device = "auto",
     on_step: OnStep | None = None,
-) -> Choice:
+) -> PickedScheme:
     """Pick the scheme of the best quality within a size, or of the least size within a loss.
 
     `folder`: where trials are written, and removed again. Sensitivity is measured on the first of the calibration's
     samples, trials on all of them. The cost is eight or nine compressions, with `max_loss` up to fourteen.
     """
     if target_size is not None:
-        _check_reachable(smallest_ratio(Source(checkpoint)), target_size)
+        _check_reachable(smallest_ratio(Original(checkpoint)), target_size)
     picker = Picker(checkpoint, calibration, folder, device=device, on_step=on_step)
     if target_size is not None:
         scheme = picker.within_size(target_size)
     else:
         assert max_loss is not None, "one of both bounds is given"
         scheme = picker.within_loss(max_loss)
-    return Choice(scheme=scheme, sensitivity=picker.sensitivity, trials=list(picker.trials.values()))
+    return PickedScheme(scheme=scheme, sensitivity=picker.sensitivity, trials=list(picker.trials.values()))
 
 
 class Picker:
@@ -131,9 +131,9 @@ class Picker:
         self.trials: dict[Scheme, Trial] = {}
         """What was tried."""
         self._uniform = [self._try(scheme) for scheme in BUILT_IN.values()]
-        source, weight = Source(checkpoint), image_weight(few, first)
-        self.sensitivity = measure_sensitivity(source, model, first, self._methods(), weight, on_step)
-        self._predicted = {trial.scheme: predicted_ratio(source, trial.scheme) for trial in self._uniform}
+        original, weight = Original(checkpoint), image_weight(few, first)
+        self.sensitivity = measure_sensitivity(original, model, first, self._methods(), weight, on_step)
+        self._predicted = {trial.scheme: predicted_ratio(original, trial.scheme) for trial in self._uniform}
 
     def _methods(self) -> dict[Form, Method]:
         """The method of each form: that of the best uniform scheme.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from saccade.compress.quantizers import Statistics
+from saccade.compress.input_statistics import InputStatistics
 from saccade.model.linear import Linear, Projection
 
 
@@ -12,7 +12,7 @@ class Observer:
     """The statistics of projections; those that read the same tensor share them."""
 
     def __init__(self) -> None:
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, InputStatistics] = {}
         self.weight_T: Tensor | None = None
         """How much each row of the present batch counts."""
         self._last: tuple[Tensor, str] | None = None
@@ -24,7 +24,7 @@ class Observer:
         if self._last is not None and self._last[0] is x and self.statistics[name] is self.statistics[self._last[1]]:
             return
         if name not in self.statistics:
-            self.statistics[name] = Statistics(num_inputs, x.device)
+            self.statistics[name] = InputStatistics(num_inputs, x.device)
         self.statistics[name].add(x.flatten(0, -2)[:, :num_inputs], self.weight_T)
         self._last = (x, name)
 

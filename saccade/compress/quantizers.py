@@ -1,4 +1,4 @@
-"""Round weights to few bits (to nearest, GPTQ, AWQ), and move magnitude from activations to them (SmoothQuant, AWQ).
+"""Round weights to few bits: to nearest, on clipped groups (AWQ), or by GPTQ.
 
 Legend: T tokens, N outputs, D inputs, Z groups of inputs that share a scale, G inputs of a group.
 
@@ -12,89 +12,30 @@ checkpoint, and weights are rounded with the stored scale: what is measured here
 
     rtn          scale = largest of a group / half the range, values to nearest
     gptq         columns one after another, most active first; columns that follow make up for what a column loses
-    awq          inputs are scaled by (mean magnitude)^a before rounding, a searched;
-                 groups are clipped if clipping lowers the error
-    smoothquant  inputs are scaled by (largest activation)^a / (largest weight)^(1 - a), a searched:
-                 activations become easier to round
+    awq          groups are clipped if clipping lowers the error
 
-The scale s of inputs is moved out: W s is stored, and the norm before the projection divides by s (`run.py`).
+AWQ and SmoothQuant scale the inputs first (`scaling.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from saccade.compress.input_statistics import InputStatistics
 from saccade.compress.scheme import Rule
 from saccade.errors import ConfigError, DataError
 from saccade.kernels.dequantize_int4 import pack_int4
-from saccade.kernels.linear_w8a8 import linear_w8a8_reference
 from saccade.kernels.quantize_activation import LARGEST
 from saccade.model.quantization import StoredScheme, fitting_group
 from saccade.model.weight_rounding import group_scales
 
 _RANGES = {"int4": (-8, 7, 7.5), "int8": (-128, 127, 127.5), "fp8": (-448, 448, 448.0)}
 """Lowest and highest value, and what the largest weight of a group becomes, as compressed-tensors defines them."""
-_EXPONENTS = tuple(index / 10 for index in range(11))
 _CLIPS = tuple(1 - index / 20 for index in range(10))
-_SMOOTHING_GAIN = 0.8
-"""Squared error that SmoothQuant's scale must get below, as a share of the error without it.
-
-Smaller gains are chance: the error is measured on a few rows."""
 _GPTQ_COLUMNS = 128
-_ROWS_KEPT = 256
-
-
-class Statistics:
-    """Sums over the rows that a projection reads."""
-
-    def __init__(self, num_inputs: int, device: torch.device) -> None:
-        self.gram_DD = torch.zeros(num_inputs, num_inputs, device=device)
-        """X'X, rows weighted."""
-        self.magnitude_D = torch.zeros(num_inputs, device=device)
-        """Sum of |x|, rows weighted."""
-        self.largest_D = torch.zeros(num_inputs, device=device)
-        """Largest |x|."""
-        self.lowest_D, self.highest_D = torch.zeros(num_inputs, device=device), torch.zeros(num_inputs, device=device)
-        """Lowest and highest x, or 0."""
-        self.num_rows = 0
-        self.rows_TD = torch.zeros(0, num_inputs, device=device)
-        """Some of the rows, spread over the batches."""
-
-    @staticmethod
-    def of_unit_inputs(num_inputs: int, device: torch.device) -> Statistics:
-        """Statistics of inputs between -1 and 1, for a layer that the forward pass never runs."""
-        statistics = Statistics(num_inputs, device)
-        statistics.largest_D = statistics.largest_D + 1
-        statistics.lowest_D = statistics.lowest_D - 1
-        statistics.highest_D = statistics.highest_D + 1
-        return statistics
-
-    def add(self, x_TD: Tensor, weight_T: Tensor | None = None) -> None:
-        """Take the rows of one batch in. `weight_T`: how much each counts."""
-        x_TD = x_TD.detach().float()
-        weighted_TD = x_TD if weight_T is None else x_TD * weight_T.sqrt().unsqueeze(1)
-        self.gram_DD.addmm_(weighted_TD.T, weighted_TD)
-        absolute_TD = x_TD.abs()
-        self.magnitude_D += (absolute_TD if weight_T is None else absolute_TD * weight_T.unsqueeze(1)).sum(0)
-        self.largest_D = torch.maximum(self.largest_D, absolute_TD.amax(0))
-        self.lowest_D = torch.minimum(self.lowest_D, x_TD.amin(0))
-        self.highest_D = torch.maximum(self.highest_D, x_TD.amax(0))
-        self.num_rows += len(x_TD)
-        kept = torch.cat([self.rows_TD, x_TD[:: max(1, len(x_TD) // 16)]])
-        self.rows_TD = kept[:: -(-len(kept) // _ROWS_KEPT)] if len(kept) > _ROWS_KEPT else kept
-
-    def scaled(self, scale_D: Tensor) -> Statistics:
-        """Statistics of the rows divided by `scale_D`."""
-        other = Statistics.__new__(Statistics)
-        other.gram_DD = self.gram_DD / scale_D.unsqueeze(0) / scale_D.unsqueeze(1)
-        other.magnitude_D, other.largest_D = self.magnitude_D / scale_D, self.largest_D / scale_D
-        other.lowest_D, other.highest_D = self.lowest_D / scale_D, self.highest_D / scale_D
-        other.num_rows, other.rows_TD = self.num_rows, self.rows_TD / scale_D
-        return other
 
 
 @dataclass(frozen=True)
@@ -145,7 +86,7 @@ def stored_scheme(rule: Rule, num_inputs: int) -> StoredScheme:
     return StoredScheme(rule.form, has_input_scale=rule.static, has_input_zero_point=not rule.symmetric)
 
 
-def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype) -> QuantizedWeight:
+def quantize(weight_ND: Tensor, rule: Rule, statistics: InputStatistics | None, dtype: torch.dtype) -> QuantizedWeight:
     """Round a weight by the method of its rule. `dtype`: dtype of the scales."""
     quantized = _quantize_weight(weight_ND, rule, statistics, dtype)
     if not rule.static:
@@ -168,7 +109,7 @@ def asymmetric_range(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_weight(
-    weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype
+    weight_ND: Tensor, rule: Rule, statistics: InputStatistics | None, dtype: torch.dtype
 ) -> QuantizedWeight:
     scheme = stored_scheme(rule, weight_ND.shape[1])
     grid = Grid.of(weight_ND, scheme, dtype)
@@ -180,7 +121,7 @@ def _quantize_weight(
 
 
 def relative_error(
-    weight_ND: Tensor, quantized: QuantizedWeight, statistics: Statistics, out_scale_N: Tensor | None = None
+    weight_ND: Tensor, quantized: QuantizedWeight, statistics: InputStatistics, out_scale_N: Tensor | None = None
 ) -> float:
     """Error of the projection's output, |X (W' - W)'| / |X W'|, over the tokens of calibration.
 
@@ -188,11 +129,12 @@ def relative_error(
     lost_ND = quantized.dequantize().float() - weight_ND
     if out_scale_N is not None:
         lost_ND, weight_ND = lost_ND / out_scale_N.unsqueeze(1), weight_ND / out_scale_N.unsqueeze(1)
-    lost = _output_energy(lost_ND, statistics.gram_DD)
-    return float((lost / _output_energy(weight_ND, statistics.gram_DD).clamp_min(1e-30)).clamp_min(0).sqrt())
+    lost = output_energy(lost_ND, statistics.gram_DD)
+    return float((lost / output_energy(weight_ND, statistics.gram_DD).clamp_min(1e-30)).clamp_min(0).sqrt())
 
 
-def _output_energy(weight_ND: Tensor, gram_DD: Tensor) -> Tensor:
+def output_energy(weight_ND: Tensor, gram_DD: Tensor) -> Tensor:
+    """Sum of squares of the outputs of a weight over the rows of a Gram matrix."""
     return ((weight_ND @ gram_DD) * weight_ND).sum()
 
 
@@ -240,7 +182,7 @@ class Grid:
         """These values with the scales of the grid."""
         return QuantizedWeight(self.scheme, values_ND, self.scale, self.zero_point)
 
-    def clipped(self, weight_ND: Tensor, statistics: Statistics) -> Grid:
+    def clipped(self, weight_ND: Tensor, statistics: InputStatistics) -> Grid:
         """The grid with the clipping of each group that has the lowest error, groups taken alone.
 
         Not for GPTQ: it makes up for what clipping would gain, and on narrow calibration data loses by it.
@@ -322,53 +264,3 @@ def _inverse_factor(gram_DD: Tensor, damping: float) -> Tensor:
                 return upper_DD
         damping *= 10
     raise DataError("calibration: activations are not finite. Check the checkpoint with saccade evaluate first")
-
-
-# ------------------------------------------------------------------ scales of inputs
-
-
-def awq_scale(weights: Sequence[Tensor], rules: Sequence[Rule], statistics: Statistics, dtype: torch.dtype) -> Tensor:
-    """[D]: the scale of inputs with the lowest error of all projections that read them.
-
-    One scale is tried for each exponent of their mean magnitude."""
-    magnitude_D = (statistics.magnitude_D / statistics.magnitude_D.mean().clamp_min(1e-20)).clamp_min(1e-4)
-    best, lowest = torch.ones_like(magnitude_D), torch.inf
-    for exponent in _EXPONENTS:
-        scale_D = _centred(magnitude_D**exponent)
-        error = 0.0
-        for weight_ND, rule in zip(weights, rules, strict=True):
-            grid = Grid.of(weight_ND * scale_D, stored_scheme(rule, weight_ND.shape[1]), dtype)
-            rounded_ND = grid.stored(grid.round(weight_ND * scale_D)).dequantize().float() / scale_D
-            error += float(_output_energy(rounded_ND - weight_ND, statistics.gram_DD))
-        if error < lowest:
-            best, lowest = scale_D, error
-    return best
-
-
-def smooth_scale(
-    weights: Sequence[Tensor], rules: Sequence[Rule], statistics: Statistics, dtype: torch.dtype
-) -> Tensor:
-    """[D]: the scale of inputs with the lowest error of the 8-bit product itself, on some rows.
-
-    Activations are rounded too."""
-    largest_D = statistics.largest_D.clamp_min(1e-5)
-    largest_weight_D = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp_min(1e-5)
-
-    def error(scale_D: Tensor) -> float:
-        total = 0.0
-        for weight_ND, rule in zip(weights, rules, strict=True):
-            grid = Grid.of(weight_ND * scale_D, stored_scheme(rule, weight_ND.shape[1]), dtype)
-            values_ND = grid.round(weight_ND * scale_D)
-            y_TN = linear_w8a8_reference(statistics.rows_TD / scale_D, values_ND, grid.scale)
-            total += float((y_TN - statistics.rows_TD @ weight_ND.T).square().sum())
-        return total
-
-    none_D = torch.ones_like(largest_D)
-    scales = [_centred(largest_D**a / largest_weight_D ** (1 - a)) for a in _EXPONENTS]
-    best_error, best = min(((error(scale_D), number) for number, scale_D in enumerate(scales)))
-    return scales[best] if best_error < _SMOOTHING_GAIN * error(none_D) else none_D
-
-
-def _centred(scale_D: Tensor) -> Tensor:
-    """The same scale with the largest and the smallest as far from one."""
-    return scale_D / (scale_D.max() * scale_D.min()).sqrt()

@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from saccade.compress.mixed_scheme import Choice
-from saccade.compress.run import CompressReport
+from saccade.compress.layer_report import CompressReport
+from saccade.compress.mixed_scheme import PickedScheme
 from saccade.compress.scheme import Scheme
 from saccade.compress.sensitivity import Sensitivity
 from saccade.compress.verify import Fidelity
@@ -142,7 +142,7 @@ def write_report(
     scheme: Scheme,
     rows: Sequence[ModelRow],
     *,
-    choice: Choice | None = None,
+    choice: PickedScheme | None = None,
     verdict: str | None = None,
 ) -> Path:
     """Write the report into a compressed folder; returns the page."""
@@ -171,7 +171,7 @@ def _sections(
     report: CompressReport,
     scheme: Scheme,
     rows: Sequence[ModelRow],
-    choice: Choice | None,
+    choice: PickedScheme | None,
     verdict: str | None,
 ) -> list[str]:
     head, *body = table(rows)

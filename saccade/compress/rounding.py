@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from saccade.compress.quantizers import Statistics, quantize, relative_error
+from saccade.compress.input_statistics import InputStatistics
+from saccade.compress.quantizers import quantize, relative_error
 from saccade.compress.scaling import fold_scales
 from saccade.compress.scheme import Rule
 from saccade.model.quantization import StoredScheme
@@ -38,7 +39,7 @@ def round_projections(
     prefix: str,
     tensors: dict[str, Tensor],
     rules: Mapping[str, Rule],
-    statistics: Mapping[str, Statistics],
+    statistics: Mapping[str, InputStatistics],
     *,
     is_reached: bool = True,
     computes_errors: bool = True,
@@ -59,7 +60,7 @@ def round_projections(
         weight_ND, scale_D, found = exact[f"{layer}.weight"], folded.inputs.get(layer), statistics.get(layer)
         scaled = found if found is None or scale_D is None else found.scaled(scale_D)
         if scaled is None and is_reached:  # in a block after the last one whose output is read
-            scaled = Statistics.of_unit_inputs(weight_ND.shape[1], weight_ND.device)
+            scaled = InputStatistics.of_unit_inputs(weight_ND.shape[1], weight_ND.device)
         dtype, chosen = originals[layer].dtype, rule if found is not None else replace(rule, method="rtn")
         quantized = quantize(weight_ND, chosen, scaled, dtype)
         error = rtn_error = None

@@ -13,31 +13,29 @@ run through the finished blocks as they were saved, without calibration, so that
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.compress.block_runner import HEAD, BlockRunner, is_in, row_weights
 from saccade.compress.calibration import CalibrationConfig, fingerprint, image_weight, load_batches
 from saccade.compress.export import quantization_config, write_folder
+from saccade.compress.finished_blocks import FinishedBlocks
+from saccade.compress.input_statistics import InputStatistics
 from saccade.compress.kv_scales import ATTENTION, KV_SCALES, KVObserver
+from saccade.compress.layer_report import CompressReport, LayerReport
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
-from saccade.compress.quantizers import Statistics, stored_scheme
+from saccade.compress.original import Original
+from saccade.compress.quantizers import stored_scheme
 from saccade.compress.rounding import RoundedProjection, round_projections
 from saccade.compress.scheme import Rule, Scheme, load_scheme, part_of
-from saccade.compress.source import Source
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
-from saccade.files import atomic_write
 from saccade.model.checkpoint_reader import tensor_files
 from saccade.model.checkpoint_writer import check_new_folder
 from saccade.model.linear import Linear, Projection, projections
@@ -50,57 +48,6 @@ logger = logging.getLogger(__name__)
 
 OnBlock = Callable[[str, int, int], None]
 """Called after every block with its name, the number of finished blocks and of all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """How one projection was compressed."""
-
-    name: str
-    """Its name in the model."""
-    form: str
-    """int8, fp8, int4."""
-    method: str
-    """What rounded it."""
-    group_size: int | None
-    """Inputs per scale; None: one scale per output."""
-    note: str = ""
-    """What differs from the scheme, and why."""
-    error: float | None = None
-    """Relative error of its output over the tokens of calibration; None without calibration."""
-    rtn_error: float | None = None
-    """The same error when it is rounded to nearest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressReport:
-    """What was done."""
-
-    scheme: str
-    """Name of the scheme."""
-    bytes_before: int
-    """Bytes of the original's weight files."""
-    bytes_after: int
-    """Bytes of the compressed weight files."""
-    layers: list[LayerReport] = field(default_factory=list)
-    """Compressed projections in the order of the model."""
-    kept: list[str] = field(default_factory=list)
-    """Projections that were kept."""
-    num_samples: int = 0
-    """Conversations of calibration."""
-    num_resumed: int = 0
-    """Blocks that an earlier run had finished."""
-    kv_cache: str | None = None
-    """Form of keys and values, fp8 or int8; None: the dtype of the model."""
-
-    @property
-    def ratio(self) -> float:
-        """Size as a share of the original's."""
-        return self.bytes_after / self.bytes_before
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {"ratio": self.ratio}
 
 
 def compress(
@@ -138,15 +85,15 @@ class _Run:
         self, checkpoint: Path, out: Path, scheme: Scheme, calibration: CalibrationConfig | None, device: torch.device
     ) -> None:
         check_new_folder(out)
-        self.source, self.out, self.scheme, self.device = Source(checkpoint), out, scheme, device
-        self.model, self.blocks = self.source.model, self.source.blocks
-        self.rules = self.source.rules(scheme)
+        self.original, self.out, self.scheme, self.device = Original(checkpoint), out, scheme, device
+        self.model, self.blocks = self.original.model, self.original.blocks
+        self.rules = self.original.rules(scheme)
         if not self.rules:
             raise ConfigError(
                 f"scheme {scheme.name} keeps every projection, so there is nothing to compress. Allow more loss"
             )
         self.calibration = calibration
-        self.partial = _Partial(out, self._settings())
+        self.finished = FinishedBlocks(out, self._settings())
         self.reports: dict[str, list[LayerReport]] = {}
         self.num_samples = self.num_resumed = 0
         self.reached: set[str] = set()
@@ -154,10 +101,10 @@ class _Run:
 
     def _settings(self) -> dict[str, Any]:
         """What decides the result: a run continues only with the same."""
-        files = sorted(set(self.source.files.values()))
+        files = sorted(set(self.original.files.values()))
         stat = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
         return {
-            "checkpoint": str(self.source.folder.resolve()),
+            "checkpoint": str(self.original.folder.resolve()),
             "weights": stat,
             "scheme": asdict(self.scheme),
             "calibration": None if self.calibration is None else fingerprint(self.calibration),
@@ -191,12 +138,14 @@ class _Run:
 
     def _runner(self) -> BlockRunner:
         assert self.calibration is not None, "there is a runner where there is calibration"
-        processor = Processor.load(self.source.folder)
+        processor = Processor.load(self.original.folder)
         batches = load_batches(self.calibration, processor, self.model.config.language.vocab_size)
         self.image_weight = image_weight(self.calibration, batches)
         self.num_samples = sum(batch.num_conversations for batch in batches)
-        outside = [ours for ours in self.source.names.values() if not any(is_in(ours, block) for block in self.blocks)]
-        for name, tensor in self.source.read(outside, self.device).items():
+        outside = [
+            ours for ours in self.original.names.values() if not any(is_in(ours, block) for block in self.blocks)
+        ]
+        for name, tensor in self.original.read(outside, self.device).items():
             load_tensor(self.model, name, tensor, self._compute_dtype(tensor))
         self.model.requires_grad_(False).eval()
         return BlockRunner(self.model, self.blocks, [batch.to(self.device) for batch in batches])
@@ -212,15 +161,17 @@ class _Run:
         is_changed = self._is_changed(name)
         if not is_changed and runner is None:
             return
-        stored = self.partial.load(name) if is_changed else None
+        stored = self.finished.load(name) if is_changed else None
         if stored is not None:
             tensors, self.reports[name] = stored
             self.num_resumed += 1
         else:
-            tensors = self.source.read([ours for ours in self.source.names.values() if is_in(ours, name)], self.device)
+            tensors = self.original.read(
+                [ours for ours in self.original.names.values() if is_in(ours, name)], self.device
+            )
             if is_changed:
                 tensors = self._round_block(name, tensors, rules, runner)
-                self.partial.save(name, tensors, self.reports[name])
+                self.finished.save(name, tensors, self.reports[name])
         if runner is not None and not is_last:
             self._load_block(name, tensors, rules)
             with torch.no_grad():
@@ -244,7 +195,7 @@ class _Run:
         return tensors
 
     def _layer_report(
-        self, layer: str, rounded: RoundedProjection, statistics: Statistics | None, runner: BlockRunner | None
+        self, layer: str, rounded: RoundedProjection, statistics: InputStatistics | None, runner: BlockRunner | None
     ) -> LayerReport:
         rule, scheme = self.rules[layer], rounded.scheme
         return LayerReport(
@@ -259,7 +210,7 @@ class _Run:
 
     def _observe(
         self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner
-    ) -> tuple[dict[str, Statistics], KVObserver | None]:
+    ) -> tuple[dict[str, InputStatistics], KVObserver | None]:
         """Statistics of the projections' inputs and of keys and values over all batches, with the original weights."""
         self._load_block(name, tensors, {})
         observer, plain = Observer(), {layer: self.model.get_submodule(layer) for layer in rules}
@@ -301,13 +252,13 @@ class _Run:
         for name, layer in projections(self.model):
             rule = self.rules.get(name)
             schemes[name] = None if rule is None else stored_scheme(rule, layer.stored_shape[1])
-        before = self.source.num_bytes
-        on_disk = {ours: name for name, ours in self.source.names.items()}
+        before = self.original.num_bytes
+        on_disk = {ours: name for name, ours in self.original.names.items()}
         reports = [report for name in self.blocks for report in self.reports.get(name, [])]
         ordered = {name for name, rule in self.rules.items() if rule.method == "gptq"}
-        quantization = quantization_config(schemes, self.source.family, on_disk, ordered, self.scheme.kv_cache)
-        write_folder(self.source.folder, self.out, quantization, self._tensors(), before)
-        self.partial.remove()
+        quantization = quantization_config(schemes, self.original.family, on_disk, ordered, self.scheme.kv_cache)
+        write_folder(self.original.folder, self.out, quantization, self._tensors(), before)
+        self.finished.remove()
         return CompressReport(
             scheme=self.scheme.name,
             bytes_before=before,
@@ -321,17 +272,17 @@ class _Run:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by their names on disk. Tensors of a layer are called as its weight was."""
-        on_disk = {ours: name for name, ours in self.source.names.items()}
+        on_disk = {ours: name for name, ours in self.original.names.items()}
         done = set()
         for name in self.blocks:
             if name in self.reports:
-                loaded = self.partial.load(name)
+                loaded = self.finished.load(name)
                 assert loaded is not None, "a finished block was saved"
                 for ours, tensor in loaded[0].items():
                     yield _name_on_disk(ours, on_disk), tensor
                 done.add(name)
-        kept = [name for name, ours in self.source.names.items() if not any(is_in(ours, block) for block in done)]
-        yield from self.source.read_on_disk(kept, torch.device("cpu"))
+        kept = [name for name, ours in self.original.names.items() if not any(is_in(ours, block) for block in done)]
+        yield from self.original.read_on_disk(kept, torch.device("cpu"))
 
 
 def _name_on_disk(ours: str, on_disk: Mapping[str, str]) -> str:
@@ -348,7 +299,7 @@ def _note(
     stated: Rule | None,
     scheme: StoredScheme,
     num_inputs: int,
-    statistics: Statistics | None,
+    statistics: InputStatistics | None,
     runner: BlockRunner | None,
 ) -> str:
     """What differs from the scheme, whose rule is `stated`."""
@@ -363,43 +314,3 @@ def _note(
         why = "no calibration" if runner is None else "no sample of the calibration reaches it"
         notes.append(f"rounded to nearest: {why}")
     return "; ".join(notes)
-
-
-class _Partial:
-    """Finished blocks in a folder next to the output folder, so that a killed run continues."""
-
-    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        self.folder = out.with_name(f"{out.name}.partial")
-        state = self.folder / "settings.json"
-        settings = json.loads(json.dumps(settings))
-        if any(self.folder.glob("*.safetensors")):
-            if not state.is_file() or json.loads(state.read_text(encoding="utf-8")) != settings:
-                raise ConfigError(
-                    f"{self.folder} is of a run with other settings. Remove it, or choose another output folder"
-                )
-            logger.info("continuing %s", self.folder)
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(state) as path:
-            path.write_text(json.dumps(settings), encoding="utf-8")
-
-    def _file(self, block: str) -> Path:
-        return self.folder / f"{block}.safetensors"
-
-    def save(self, block: str, tensors: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
-        """Save a finished block."""
-        kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        with atomic_write(self._file(block), sync=True) as path:
-            save_file(kept, path, metadata={"reports": json.dumps([asdict(report) for report in reports])})
-
-    def load(self, block: str) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
-        """A finished block; None: it is not finished."""
-        if not self._file(block).is_file():
-            return None
-        with safe_open(self._file(block), framework="pt") as opened:
-            reports = [LayerReport(**report) for report in json.loads(opened.metadata()["reports"])]
-            return {name: opened.get_tensor(name) for name in opened.offset_keys()}, reports
-
-    def remove(self) -> None:
-        """Remove the folder of finished blocks."""
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,5 +1,8 @@
 """Scales of inputs (AWQ, SmoothQuant): search them and move them into what comes before.
 
+    awq          s = (mean magnitude)^a, a searched
+    smoothquant  s = (largest activation)^a / (largest weight)^(1 - a), a searched: activations become easier to round
+
     a norm before projections        norm / s, each projection's inputs * s
     up before down of a gated MLP    outputs of up / s, inputs of down * s       (silu(gate) * up is linear in up)
 
@@ -10,16 +13,22 @@ reads the input is rounded by the same method, so that no weight that is kept ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from saccade.compress.quantizers import Statistics, awq_scale, smooth_scale
+from saccade.compress.input_statistics import InputStatistics
+from saccade.compress.quantizers import Grid, output_energy, stored_scheme
 from saccade.compress.scheme import Rule
+from saccade.kernels.linear_w8a8 import linear_w8a8_reference
 
-_SEARCHES = {"awq": awq_scale, "smoothquant": smooth_scale}
+_EXPONENTS = tuple(index / 10 for index in range(11))
+_SMOOTHING_GAIN = 0.8
+"""Squared error that SmoothQuant's scale must get below, as a share of the error without it.
+
+Smaller gains are chance: the error is measured on a few rows."""
 
 
 @dataclass
@@ -38,7 +47,7 @@ def fold_scales(
     weights: dict[str, Tensor],
     stored: dict[str, Tensor],
     rules: Mapping[str, Rule],
-    statistics: Mapping[str, Statistics],
+    statistics: Mapping[str, InputStatistics],
 ) -> Scales:
     """Search the scales of a block's inputs, and move them out of its projections.
 
@@ -68,7 +77,7 @@ def fold_scales(
 def _search(
     layers: list[str],
     rules: Mapping[str, Rule],
-    statistics: Mapping[str, Statistics],
+    statistics: Mapping[str, InputStatistics],
     weights: Mapping[str, Tensor],
     stored: Mapping[str, Tensor],
 ) -> Tensor | None:
@@ -104,3 +113,58 @@ def _scaled_pairs(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         if (pair := getattr(module, "scaled_pair", None)) is not None:
             where = f"{prefix}.{name}" if name else prefix
             yield f"{where}.{pair[0]}", f"{where}.{pair[1]}"
+
+
+# ------------------------------------------------------------------ the search
+
+
+def awq_scale(
+    weights: Sequence[Tensor], rules: Sequence[Rule], statistics: InputStatistics, dtype: torch.dtype
+) -> Tensor:
+    """[D]: the scale of inputs with the lowest error of all projections that read them.
+
+    One scale is tried for each exponent of their mean magnitude."""
+    magnitude_D = (statistics.magnitude_D / statistics.magnitude_D.mean().clamp_min(1e-20)).clamp_min(1e-4)
+    best, lowest = torch.ones_like(magnitude_D), torch.inf
+    for exponent in _EXPONENTS:
+        scale_D = _centred(magnitude_D**exponent)
+        error = 0.0
+        for weight_ND, rule in zip(weights, rules, strict=True):
+            grid = Grid.of(weight_ND * scale_D, stored_scheme(rule, weight_ND.shape[1]), dtype)
+            rounded_ND = grid.stored(grid.round(weight_ND * scale_D)).dequantize().float() / scale_D
+            error += float(output_energy(rounded_ND - weight_ND, statistics.gram_DD))
+        if error < lowest:
+            best, lowest = scale_D, error
+    return best
+
+
+def smooth_scale(
+    weights: Sequence[Tensor], rules: Sequence[Rule], statistics: InputStatistics, dtype: torch.dtype
+) -> Tensor:
+    """[D]: the scale of inputs with the lowest error of the 8-bit product itself, on some rows.
+
+    Activations are rounded too."""
+    largest_D = statistics.largest_D.clamp_min(1e-5)
+    largest_weight_D = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp_min(1e-5)
+
+    def error(scale_D: Tensor) -> float:
+        total = 0.0
+        for weight_ND, rule in zip(weights, rules, strict=True):
+            grid = Grid.of(weight_ND * scale_D, stored_scheme(rule, weight_ND.shape[1]), dtype)
+            values_ND = grid.round(weight_ND * scale_D)
+            y_TN = linear_w8a8_reference(statistics.rows_TD / scale_D, values_ND, grid.scale)
+            total += float((y_TN - statistics.rows_TD @ weight_ND.T).square().sum())
+        return total
+
+    none_D = torch.ones_like(largest_D)
+    scales = [_centred(largest_D**a / largest_weight_D ** (1 - a)) for a in _EXPONENTS]
+    best_error, best = min(((error(scale_D), number) for number, scale_D in enumerate(scales)))
+    return scales[best] if best_error < _SMOOTHING_GAIN * error(none_D) else none_D
+
+
+def _centred(scale_D: Tensor) -> Tensor:
+    """The same scale with the largest and the smallest as far from one."""
+    return scale_D / (scale_D.max() * scale_D.min()).sqrt()
+
+
+_SEARCHES = {"awq": awq_scale, "smoothquant": smooth_scale}

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from saccade.compress.block_runner import HEAD, is_in, row_weights
+from saccade.compress.input_statistics import InputStatistics
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
-from saccade.compress.quantizers import Statistics, stored_scheme
+from saccade.compress.original import Original
+from saccade.compress.quantizers import stored_scheme
 from saccade.compress.rounding import round_projections
 from saccade.compress.scheme import Form, Method, Rule, Scheme, part_of
-from saccade.compress.source import Source
 from saccade.compress.verify import Fidelity, Reference
 from saccade.model.linear import Linear
 from saccade.model.quantized_linear import quantized_form
@@ -85,7 +86,7 @@ class Sensitivity:
 
 
 def measure_sensitivity(
-    source: Source,
+    original: Original,
     model: VLM,
     batches: Sequence[ModelInputs],
     methods: Mapping[Form, Method],
@@ -98,27 +99,27 @@ def measure_sensitivity(
     `methods`: how each form is rounded.
     """
     model.requires_grad_(False)
-    reference, groups = Reference(model, batches), _groups(source)
+    reference, groups = Reference(model, batches), _groups(original)
     found: dict[str, list[Candidate]] = {}
-    for block in source.blocks:
+    for block in original.blocks:
         own = {group: names for group, names in groups.items() if is_in(group, block)}
         statistics = _observe(model, block, [name for names in own.values() for name in names], batches, image_weight)
         for group, names in own.items():
-            found[group] = [_candidate(source, group, names, _rule(group, "keep"), None)]
-            for rule in _rules(source, group, methods):
-                with _rounded(source, model, block, dict.fromkeys(names, rule), statistics):
-                    found[group].append(_candidate(source, group, names, rule, reference.compare(model)))
+            found[group] = [_candidate(original, group, names, _rule(group, "keep"), None)]
+            for rule in _rules(original, group, methods):
+                with _rounded(original, model, block, dict.fromkeys(names, rule), statistics):
+                    found[group].append(_candidate(original, group, names, rule, reference.compare(model)))
             if on_step is not None:
                 on_step(f"sensitivity of {group}", len(found), len(groups))
     sizes = sum(options[0].num_bytes for options in found.values())
-    return Sensitivity(candidates=found, projections=groups, other_bytes=source.num_bytes - sizes)
+    return Sensitivity(candidates=found, projections=groups, other_bytes=original.num_bytes - sizes)
 
 
-def _groups(source: Source) -> dict[str, list[str]]:
+def _groups(original: Original) -> dict[str, list[str]]:
     """Projections by what they read. A group is named by the module that owns it and its projections."""
-    plain = source.plain_projections()
+    plain = original.plain_projections()
     groups: dict[str, list[str]] = {}
-    for block, module in source.blocks.items():
+    for block, module in original.blocks.items():
         own = [name for name in plain if is_in(name, block)]
         if block in ("projector", HEAD):
             groups |= {block: own} if own else {}
@@ -131,24 +132,26 @@ def _groups(source: Source) -> dict[str, list[str]]:
     return groups
 
 
-def _rules(source: Source, group: str, methods: Mapping[Form, Method]) -> list[Rule]:
+def _rules(original: Original, group: str, methods: Mapping[Form, Method]) -> list[Rule]:
     """What is tried for a group."""
     rules = [_rule(group, form, methods[form], group_size) for form, group_size in CANDIDATES]
-    return [rule for rule in rules if source.can_store(rule)]
+    return [rule for rule in rules if original.can_store(rule)]
 
 
 def _rule(group: str, form: Form, method: Method = "rtn", group_size: int | None = None) -> Rule:
     return Rule(part=part_of(group), form=form, method=method, group_size=group_size)  # type: ignore[arg-type]
 
 
-def _candidate(source: Source, group: str, names: Sequence[str], rule: Rule, fidelity: Fidelity | None) -> Candidate:
+def _candidate(
+    original: Original, group: str, names: Sequence[str], rule: Rule, fidelity: Fidelity | None
+) -> Candidate:
     kl, change = (0.0, 0.0) if fidelity is None else (fidelity.kl, fidelity.loss - fidelity.original_loss)
     return Candidate(
         group=group,
         form=rule.form,
         method=rule.method,
         group_size=rule.group_size,
-        num_bytes=sum(_stored_bytes(source, name, rule) for name in names),
+        num_bytes=sum(_stored_bytes(original, name, rule) for name in names),
         kl=kl,
         loss_change=change,
     )
@@ -157,29 +160,29 @@ def _candidate(source: Source, group: str, names: Sequence[str], rule: Rule, fid
 # ------------------------------------------------------------------ sizes
 
 
-def predicted_ratio(source: Source, scheme: Scheme) -> float:
+def predicted_ratio(original: Original, scheme: Scheme) -> float:
     """Size of a scheme as a share of the original's, a little too high."""
-    rules = source.rules(scheme)
-    return 1 - sum(_saved_bytes(source, name, rule) for name, rule in rules.items()) / source.num_bytes
+    rules = original.rules(scheme)
+    return 1 - sum(_saved_bytes(original, name, rule) for name, rule in rules.items()) / original.num_bytes
 
 
-def smallest_ratio(source: Source) -> float:
+def smallest_ratio(original: Original) -> float:
     """Size of the smallest mixed scheme as a share of the original's."""
     saved = [
-        max(_saved_bytes(source, name, rule) for rule in _rules(source, name, {"int8": "rtn", "int4": "rtn"}))
-        for name in source.plain_projections()
+        max(_saved_bytes(original, name, rule) for rule in _rules(original, name, {"int8": "rtn", "int4": "rtn"}))
+        for name in original.plain_projections()
     ]
-    return 1 - sum(saved) / source.num_bytes
+    return 1 - sum(saved) / original.num_bytes
 
 
-def _saved_bytes(source: Source, name: str, rule: Rule) -> int:
-    return _stored_bytes(source, name, _rule(name, "keep")) - _stored_bytes(source, name, rule)
+def _saved_bytes(original: Original, name: str, rule: Rule) -> int:
+    return _stored_bytes(original, name, _rule(name, "keep")) - _stored_bytes(original, name, rule)
 
 
-def _stored_bytes(source: Source, name: str, rule: Rule) -> int:
+def _stored_bytes(original: Original, name: str, rule: Rule) -> int:
     """Bytes of a projection's weight and scales on disk."""
-    bytes_per_weight = source.num_bytes_per_weight
-    outputs, inputs = source.plain_projections()[name].stored_shape
+    bytes_per_weight = original.num_bytes_per_weight
+    outputs, inputs = original.plain_projections()[name].stored_shape
     if rule.form == "keep":
         return outputs * inputs * bytes_per_weight
     if rule.form != "int4":
@@ -193,7 +196,7 @@ def _stored_bytes(source: Source, name: str, rule: Rule) -> int:
 
 def _observe(
     model: VLM, block: str, names: Sequence[str], batches: Sequence[ModelInputs], image_weight: float
-) -> dict[str, Statistics]:
+) -> dict[str, InputStatistics]:
     """Statistics of what projections of one block read in the original."""
     observer, plain = Observer(), _plain(model, names)
     for name, layer in plain.items():
@@ -213,10 +216,10 @@ def _observe(
 
 @contextmanager
 def _rounded(
-    source: Source, model: VLM, block: str, rules: Mapping[str, Rule], statistics: Mapping[str, Statistics]
+    original: Original, model: VLM, block: str, rules: Mapping[str, Rule], statistics: Mapping[str, InputStatistics]
 ) -> Iterator[None]:
     """The model with projections of one block rounded, and the norms that their scales are folded into."""
-    originals = source.read([name for name in source.names.values() if is_in(name, block)], model.device)
+    originals = original.read([name for name in original.names.values() if is_in(name, block)], model.device)
     tensors, plain = dict(originals), _plain(model, list(rules))
     rounded = round_projections(model.get_submodule(block), block, tensors, rules, statistics, computes_errors=False)
     for name, layer in plain.items():

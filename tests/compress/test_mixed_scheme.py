@@ -8,9 +8,9 @@ import torch
 from saccade.compress import compress, mixed_scheme
 from saccade.compress.calibration import CalibrationConfig, load_batches
 from saccade.compress.mixed_scheme import Picker, scheme_of
+from saccade.compress.original import Original
 from saccade.compress.scheme import BUILT_IN
 from saccade.compress.sensitivity import CANDIDATES, measure_sensitivity
-from saccade.compress.source import Source
 from saccade.compress.verify import Reference
 from saccade.errors import ConfigError
 from saccade.evaluate.statistics import paired_difference, ratio_metric
@@ -91,7 +91,7 @@ def test_a_map_that_is_uniform_gives_the_folder_of_the_uniform_scheme(name, pick
 def test_a_group_costs_alone_what_it_costs_in_a_folder(methods, factor, trained, calibration, tmp_path):
     """Results agree up to sums in another order: if two scales of inputs are equally good, either may be found."""
     checkpoint = trained / "checkpoint"
-    model, source, batches = load_model(checkpoint, device="cpu"), Source(checkpoint), samples(trained, calibration)
+    model, source, batches = load_model(checkpoint, device="cpu"), Original(checkpoint), samples(trained, calibration)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     group = "language.layers.1.self_attn.q_proj+k_proj+v_proj"
     source.blocks = {"language.layers.1": source.blocks["language.layers.1"]}
@@ -123,7 +123,7 @@ def test_the_rules_of_a_map_are_about_the_projections_of_their_groups(size, tmp_
     from saccade.compress.sensitivity import Candidate, Sensitivity, _groups
 
     initialize_random(tmp_path / "model", named_size(size))
-    source = Source(tmp_path / "model")
+    source = Original(tmp_path / "model")
     groups = _groups(source)
     assert sorted(name for names in groups.values() for name in names) == sorted(source.plain_projections())
     sensitivity = Sensitivity(candidates={}, projections=groups, other_bytes=0)

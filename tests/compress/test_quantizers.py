@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from saccade.compress.quantizers import Grid, Statistics, awq_scale, gptq, quantize, relative_error, stored_scheme
-from saccade.compress.scaling import fold_scales
+from saccade.compress.input_statistics import InputStatistics
+from saccade.compress.quantizers import Grid, gptq, quantize, relative_error, stored_scheme
+from saccade.compress.scaling import awq_scale, fold_scales
 from saccade.compress.scheme import Rule
 from saccade.kernels.dequantize_int4 import unpack_int4
 from saccade.model.attention import PackedAttention
@@ -17,7 +18,7 @@ CORRELATED = torch.randn(96, 192, generator=torch.Generator().manual_seed(1))
 
 
 def statistics_of(x_TD):
-    statistics = Statistics(x_TD.shape[1], x_TD.device)
+    statistics = InputStatistics(x_TD.shape[1], x_TD.device)
     for part in x_TD.split(50):
         statistics.add(part)
     return statistics
@@ -49,7 +50,7 @@ def test_rounding_to_nearest_is_that_of_the_kernels():
 
 def test_statistics_are_sums_over_weighted_rows():
     x, weight = make_inputs(100), torch.rand(100)
-    statistics = Statistics(192, x.device)
+    statistics = InputStatistics(192, x.device)
     statistics.add(x[:30], weight[:30])
     statistics.add(x[30:], weight[30:])
     assert torch.allclose(statistics.gram_DD, x.T @ (x * weight[:, None]), rtol=1e-4, atol=1e-2)

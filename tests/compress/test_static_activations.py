@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig
-from saccade.compress.quantizers import Statistics, asymmetric_range, quantize
+from saccade.compress.input_statistics import InputStatistics
+from saccade.compress.quantizers import asymmetric_range, quantize
 from saccade.compress.scheme import Rule, Scheme
 from saccade.errors import ConfigError
 from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
@@ -104,7 +105,7 @@ def test_the_offset_makes_up_for_the_zero_point():
     """x8 w - z sum(w) is what the kernels give with the offset as their bias."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.rand(9, 48, generator=generator), torch.randn(16, 48, generator=generator)
-    statistics = Statistics(48, x.device)
+    statistics = InputStatistics(48, x.device)
     statistics.add(x)
     stored = quantize(
         weight, Rule(part="language", form="int8", static=True, symmetric=False), statistics, weight.dtype
@@ -125,7 +126,7 @@ def test_the_offset_makes_up_for_the_zero_point():
 def test_a_zero_point_halves_the_error_of_inputs_of_one_sign():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.rand(200, 64, generator=generator), torch.randn(32, 64, generator=generator)
-    statistics = Statistics(64, x.device)
+    statistics = InputStatistics(64, x.device)
     statistics.add(x)
     errors = {}
     for symmetric in (True, False):

@@ -18,7 +18,7 @@ from saccade.model.linear import Linear, projections
 from saccade.model.weights import check_finite, match_tensors, meta_model, tensor_shapes
 
 
-class Source:
+class Original:
     """A checkpoint folder in 16 or 32 bits."""
 
     def __init__(self, folder: Path) -> None:
