@@ -366,7 +366,8 @@ def test_slow_and_large_senders_are_cut_off(guarded):
 
 @pytest.mark.parametrize("stray", [b"G", b"\0", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000])
 def test_bytes_sent_during_a_response_do_not_damage_it(guarded, stray):
-    body = json.dumps(chat_body(stream=True, n=4, **ENDLESS)).encode()  # takes longer than header_timeout_s
+    fields = {"stream": True, "n": 4, "logprobs": True, "top_logprobs": 20, **ENDLESS}
+    body = json.dumps(chat_body(**fields)).encode()  # takes longer than header_timeout_s
     answer = raw(guarded, head(guarded, len(body)) + body, stray)
     assert answer.count(b"HTTP/1.1") == 1
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-300:]
