@@ -8,6 +8,7 @@
                    (simulated_engine.py and workloads.py are its parts)
     rollout.py     a new version gets more users step by step, or is rolled back by a sequential test
                    (objectives.py, evidence.py and comparison.py are its parts)
+    split.py       which version a user gets
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
     scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
 

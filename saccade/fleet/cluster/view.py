@@ -1,0 +1,172 @@
+"""Messages between fronts and the controller: a front sends a `FrontReport` every second and gets a `FleetView`.
+
+    answer = controller.sync(report.to_bytes())
+    view = FleetView.from_bytes(answer)
+
+A message is msgpack of plain data with a version number before it. A message of another version is refused by one line,
+and the front keeps the view that it has.
+
+A front numbers its reports from 1 and sends a report again under its number until it is answered. The controller counts
+a report once, and repeats what the lost answer had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+
+from saccade.config import decode, encode
+from saccade.errors import ConfigError
+from saccade.fleet.config import VersionConfig
+from saccade.fleet.objectives import Outcome
+from saccade.fleet.split import Split
+
+MESSAGE_VERSION = 1
+"""Version of both messages; increases when a field is added, removed or changes its meaning."""
+
+VersionState = Literal["starting", "probing", "ready", "draining"]
+"""Phase of a version. Only a `ready` one has users; a `draining` one ends the requests that it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consumption:
+    """What requests of one API key took from its rate limits."""
+
+    requests: int = 0
+    """Requests."""
+    tokens: int = 0
+    """Tokens of prompts and outputs; negative after a correction of an estimate."""
+
+    def plus(self, other: Consumption) -> Consumption:
+        """The sum of two consumptions of a key."""
+        return Consumption(requests=self.requests + other.requests, tokens=self.tokens + other.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontReport:
+    """What happened at a front since its report before."""
+
+    front: str
+    """Id of the front's process, unique for all time."""
+    number: int
+    """Number of the report, from 1. A report that was not answered is sent again, unchanged, under its number."""
+    outcomes: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
+    """How requests ended, by model."""
+    consumption: Mapping[str, Consumption] = field(default_factory=dict)
+    """What was taken from rate limits, by the SHA-256 of the API key."""
+    poison: tuple[bytes, ...] = ()
+    """Digests of requests that have killed engines and are to be refused everywhere."""
+
+    def to_bytes(self) -> bytes:
+        """The report as a message."""
+        outcomes = {
+            model: [(one.user, one.version, dict(one.values)) for one in ended]
+            for model, ended in self.outcomes.items()
+        }
+        return _pack((self.front, self.number, outcomes, _plain_consumption(self.consumption), self.poison))
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> FrontReport:
+        """Read a message; raises ConfigError for one of another version."""
+        front, number, outcomes, consumption, poison = _unpack(message, 5)
+        return cls(
+            front=front, number=number,
+            outcomes={
+                model: tuple(Outcome(user=user, version=version, values=values) for user, version, values in ended)
+                for model, ended in outcomes.items()
+            },
+            consumption=_consumption(consumption), poison=tuple(poison),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionView:
+    """A version of a model that runs."""
+
+    config: VersionConfig
+    """Checkpoint, adapters and engine settings."""
+    state: VersionState
+    """Its phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelView:
+    """A model, the versions that run, and who gets which."""
+
+    name: str
+    """Name of the model in requests."""
+    versions: tuple[VersionView, ...]
+    """Versions that run or start, in the order of the file; earlier ones that drain are last."""
+    split: Split
+    """Versions that have users."""
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Adapters of any version that is ready: names that requests may ask for."""
+        return frozenset(name for one in self.versions if one.state == "ready" for name in one.config.adapters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetView:
+    """What a front needs to know of the fleet."""
+
+    epoch: int
+    """Epoch of the controller's lease. A front ignores a view with a smaller one than it has seen."""
+    generation: int
+    """Number of the desired state that the view follows."""
+    models: tuple[ModelView, ...]
+    """Models of the fleet."""
+    num_fronts: int = 1
+    """Fronts that are alive; each one has this part of limits that hold over all fronts together."""
+    consumption: Mapping[str, Consumption] = field(default_factory=dict)
+    """What other fronts took from rate limits since the last answer, by the SHA-256 of the API key."""
+    poison: frozenset[bytes] = frozenset()
+    """Digests of requests that are refused."""
+
+    def to_bytes(self) -> bytes:
+        """The view as a message."""
+        models = [encode(model) for model in self.models]
+        consumption = _plain_consumption(self.consumption)
+        return _pack((self.epoch, self.generation, models, self.num_fronts, consumption, sorted(self.poison)))
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> FleetView:
+        """Read a message; raises ConfigError for one of another version."""
+        epoch, generation, models, num_fronts, consumption, poison = _unpack(message, 6)
+        return cls(
+            epoch=epoch, generation=generation, models=tuple(decode(ModelView, one, "fleet view") for one in models),
+            num_fronts=num_fronts, consumption=_consumption(consumption), poison=frozenset(poison),
+        )  # fmt: skip
+
+
+def _plain_consumption(consumption: Mapping[str, Consumption]) -> dict[str, tuple[int, int]]:
+    return {key: (one.requests, one.tokens) for key, one in consumption.items()}
+
+
+def _consumption(plain: Mapping[str, tuple[int, int]]) -> dict[str, Consumption]:
+    return {key: Consumption(requests=requests, tokens=tokens) for key, (requests, tokens) in plain.items()}
+
+
+def _pack(fields: tuple[Any, ...]) -> bytes:
+    packed: bytes = msgpack.packb((MESSAGE_VERSION, *fields))
+    return packed
+
+
+def _unpack(message: bytes, num_fields: int) -> list[Any]:
+    """Fields of a message of this version."""
+    try:
+        unpacked: list[Any] = msgpack.unpackb(message)
+        version, *fields = unpacked
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ConfigError("this is no message between a front and a controller") from error
+    if version != MESSAGE_VERSION:
+        raise ConfigError(
+            f"the fleet's messages have version {version}, and this process knows version {MESSAGE_VERSION}. "
+            "Run the same version of Saccade everywhere: saccade fleet up"
+        )
+    if len(fields) != num_fields:
+        raise ConfigError("this is no message between a front and a controller")
+    return fields
