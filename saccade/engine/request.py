@@ -120,6 +120,8 @@ class Request:
     """Fail the request if it has not ended after this time in the core."""
     stream_interval: int = 1
     """Tokens per output. The first token is sent at once; the last output has all remaining tokens."""
+    output_ids: tuple[int, ...] = ()
+    """Output tokens that are known already; the request continues after them."""
 
     @property
     def num_prompt_tokens(self) -> int:
