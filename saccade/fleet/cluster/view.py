@@ -53,6 +53,8 @@ class FrontReport:
     """Id of the front's process, unique for all time."""
     number: int
     """Number of the report, from 1. A report that was not answered is sent again, unchanged, under its number."""
+    url: str
+    """Address at which the front accepts requests."""
     outcomes: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
     """How requests ended, by model."""
     consumption: Mapping[str, Consumption] = field(default_factory=dict)
@@ -66,14 +68,14 @@ class FrontReport:
             model: [(one.user, one.version, dict(one.values)) for one in ended]
             for model, ended in self.outcomes.items()
         }
-        return _pack((self.front, self.number, outcomes, _plain_consumption(self.consumption), self.poison))
+        return _pack((self.front, self.number, self.url, outcomes, _plain_consumption(self.consumption), self.poison))
 
     @classmethod
     def from_bytes(cls, message: bytes) -> FrontReport:
         """Read a message; raises ConfigError for one of another version."""
-        front, number, outcomes, consumption, poison = _unpack(message, 5)
+        front, number, url, outcomes, consumption, poison = _unpack(message, 6)
         return cls(
-            front=front, number=number,
+            front=front, number=number, url=url,
             outcomes={
                 model: tuple(Outcome(user=user, version=version, values=values) for user, version, values in ended)
                 for model, ended in outcomes.items()

@@ -11,7 +11,7 @@ from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split, SplitEntry
 
 REPORT = FrontReport(
-    front="front-1", number=7,
+    front="front-1", number=7, url="http://127.0.0.1:8000",
     outcomes={"assistant": (Outcome(user="ann", version="may", values={"errors": 0.0, "ttft": 0.25}),)},
     consumption={"a" * 64: Consumption(requests=3, tokens=-20)}, poison=(b"\x00\xff",),
 )  # fmt: skip
