@@ -39,7 +39,8 @@ from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.request import RequestOutput
 from saccade.engine.sampling_params import SamplingParams
-from saccade.engine.transport.process import Connection, decode_outputs
+from saccade.engine.transport.plain import outputs_from_plain
+from saccade.engine.transport.process import Connection
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 from saccade.processor import Processor
@@ -142,8 +143,8 @@ def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, p
         near.send({"outputs": outputs, "statistics": vars(core.statistics)})
 
     def receive() -> list[RequestOutput]:
-        message, _ = far.receive(as_tuples=True)
-        return decode_outputs(message["outputs"])
+        message, _ = far.receive()
+        return outputs_from_plain(message["outputs"])
 
     send, receive = timed(times["send"], send), timed(times["receive"], receive)
     gc.collect()

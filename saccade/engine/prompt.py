@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saccade.engine.media import ImageTask
 from saccade.engine.request import ImageSpan
 from saccade.processor.image import Grid
 
@@ -32,6 +33,16 @@ class PromptImage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptSources:
+    """What a prompt was made of, so that another engine can make it again."""
+
+    token_ids: list[int]
+    """Token ids with one placeholder per image and video."""
+    tasks: tuple[ImageTask, ...] = ()
+    """Images and videos, each kind in the order of its placeholders."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
     """A tokenised prompt with its images."""
 
@@ -41,10 +52,13 @@ class TokenPrompt:
     """[3, tokens]: time, height, width. Output tokens continue after the largest position of the last token."""
     images: tuple[PromptImage, ...] = ()
     """Images in the order of their tokens."""
+    sources: PromptSources | None = None
+    """What the prompt was made of, if its images were only measured: it has no patches (`measures_only`). Tokens by
+    which the prompt was continued are not in there."""
 
     def continued(self, token_ids: Sequence[int]) -> TokenPrompt:
         """The prompt followed by more text tokens, with the same images."""
         first = int(self.positions[:, -1].max()) + 1
         later = np.arange(first, first + len(token_ids))
         positions = np.concatenate([self.positions, np.broadcast_to(later, (3, len(later)))], axis=1)
-        return TokenPrompt(token_ids=[*self.token_ids, *token_ids], positions=positions, images=self.images)
+        return replace(self, token_ids=[*self.token_ids, *token_ids], positions=positions)

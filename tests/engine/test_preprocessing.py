@@ -24,9 +24,9 @@ from PIL import Image
 from saccade.engine.frontend.preprocessing.checks import ImageChecks, check_seconds
 from saccade.engine.frontend.preprocessing.config import ProcessorMetadata, VisualMetadata
 from saccade.engine.frontend.preprocessing.jobs import Mailbox
-from saccade.engine.frontend.preprocessing.media import ImageTask, Source
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.frontend.preprocessing.processed_images import ReadAhead
+from saccade.engine.media import ImageTask, Source
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size

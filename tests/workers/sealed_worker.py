@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from saccade.engine.frontend.preprocessing import worker
-from saccade.engine.frontend.preprocessing.media import ImageTask, Source
 from saccade.engine.frontend.preprocessing.processed_images import image_key
+from saccade.engine.media import ImageTask, Source
 from saccade.workers.messages import receive, send
 from saccade.workers.sandbox import ResourceLimits, _restrict_by_landlock, seal
 
@@ -133,7 +133,7 @@ def initialize_liar(config):
     processor = run.args[0]
     victim = ImageTask("image", [Source("pixels", VICTIM)])
     reply = worker._reply
-    key = image_key(processor.metadata.image, victim.digest()).hex()
+    key = image_key(processor.metadata.image, victim.digest).hex()
 
     def lie(request, mailbox, processor):
         message = reply(request, mailbox, processor)

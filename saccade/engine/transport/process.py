@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ from saccade.engine.core.messages import (
 )
 from saccade.engine.core.statistics import Statistics
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
-from saccade.engine.sampling_params import SamplingParams
+from saccade.engine.request import Failure, RequestOutput
+from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
 from saccade.engine.transport.thread import OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging
@@ -77,12 +77,8 @@ class Connection:
     """One end of a socket that carries frames. `send` may be called by several threads, `receive` by one."""
 
     def __init__(self, connection: socket.socket) -> None:
-        import msgpack
-
         self._socket, self._lock = connection, threading.Lock()
-        # Outputs are tuples; dataclasses in them, such as Failure, become tuples too.
-        self._pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True, default=dataclasses.astuple).pack
-        self._unpack = msgpack.unpackb
+        self._pack = packer()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message and file descriptors. ConnectionError: the other end is gone. Other errors: nothing sent."""
@@ -98,15 +94,15 @@ class Connection:
                 self.shut_down()  # no frame can follow a partial one
                 raise ConnectionError("the other end is gone") from error
 
-    def receive(self, *, as_tuples: bool = False) -> tuple[Any, list[int]]:
-        """The next message and its file descriptors, fewer if this process cannot open more.
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message and its file descriptors, fewer if this process cannot open more. Arrays are tuples.
 
-        Arrays are lists, or tuples. EOFError: the other end is closed.
+        EOFError: the other end is closed.
         """
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER_BYTES, MAX_SEGMENTS)
         header += self._read(_HEADER_BYTES - len(header))
         data = self._read(int.from_bytes(header, "little"))
-        return self._unpack(data, raw=False, strict_map_key=False, use_list=not as_tuples), list(fds)
+        return unpack(data), list(fds)
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -140,20 +136,13 @@ def _encode_message(message: Message, places: Sequence[Place] = ()) -> dict[str,
         return {"type": "end", **dataclasses.asdict(message)}
     if not isinstance(message, AddRequest):
         return {"type": type(message).__name__, **dataclasses.asdict(message)}
-    request, prompt = message.request, message.prompt
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    prompt = message.prompt
     return {
         "type": "add",
-        "request": fields
-        | {
-            "token_ids": np.asarray(prompt.token_ids, np.int32).tobytes(),
-            "images": [],
-            "sampling": dataclasses.asdict(request.sampling),
-            "stop_ids": list(request.stop_ids),
-        },
+        "request": request_to_plain(message.request),
         "positions": np.ascontiguousarray(prompt.positions, np.int64).tobytes(),
         "images": [
-            {"span": dataclasses.asdict(image.span), "grid": image.grid, "shape": image.patches.shape, "place": place}
+            {"grid": image.grid, "shape": image.patches.shape, "place": place}
             for image, place in zip(prompt.images, places, strict=True)
         ],
     }
@@ -164,46 +153,15 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
         return EndRequest(request_id=message["request_id"], reason=message["reason"])
     if message["type"] in _ADMINISTRATION:
         return _ADMINISTRATION[message.pop("type")](**message)
-    found = message["images"]
-    patches = map_patches(fds, [image["place"] for image in found], [tuple(image["shape"]) for image in found])
+    request, found = request_from_plain(message["request"]), message["images"]
+    patches = map_patches(fds, [image["place"] for image in found], [image["shape"] for image in found])
     images = tuple(
-        PromptImage(span=ImageSpan(**image["span"]), grid=tuple(image["grid"]), patches=one)
-        for image, one in zip(found, patches, strict=True)
-    )
-    fields = message["request"]
-    token_ids = np.frombuffer(fields["token_ids"], np.int32).tolist()
-    request = Request(
-        **fields
-        | {
-            "token_ids": token_ids,
-            "images": tuple([image.span for image in images]),
-            "sampling": SamplingParams(**fields["sampling"]),
-            "stop_ids": frozenset(fields["stop_ids"]),
-        }
+        PromptImage(span=span, grid=image["grid"], patches=one)
+        for span, image, one in zip(request.images, found, patches, strict=True)
     )
     positions = np.frombuffer(message["positions"], np.int64).reshape(3, -1)
-    return AddRequest(request=request, prompt=TokenPrompt(token_ids=token_ids, positions=positions, images=images))
-
-
-def decode_outputs(outputs: Sequence[tuple[Any, ...]]) -> list[RequestOutput]:
-    """Outputs from their fields, as received."""
-    return [_decode_output(fields) for fields in outputs]
-
-
-def _decode_output(fields: tuple[Any, ...]) -> RequestOutput:
-    _, _, logprobs, prompt_logprobs, _, failure, _, _ = fields
-    output = new_output(fields)
-    if not (logprobs or prompt_logprobs or failure):
-        return output
-    return output._replace(
-        logprobs=_decode_logprobs(logprobs),
-        prompt_logprobs=_decode_logprobs(prompt_logprobs),
-        failure=Failure(*failure) if failure else None,
-    )
-
-
-def _decode_logprobs(tokens: tuple[Any, ...]) -> tuple[TokenLogprobs, ...]:
-    return tuple([TokenLogprobs(token_id, logprob, list(top)) for token_id, logprob, top in tokens])
+    prompt = TokenPrompt(token_ids=list(request.token_ids), positions=positions, images=images)
+    return AddRequest(request=request, prompt=prompt)
 
 
 # ------------------------------------------------------------------ the front end's side
@@ -310,10 +268,10 @@ class CoreProcess:
         failure = _DIED
         try:
             while True:
-                message, _ = self._connection.receive(as_tuples=True)
+                message, _ = self._connection.receive()
                 self._statistics = Statistics(**message["statistics"])
                 if message["outputs"]:
-                    self._on_outputs(decode_outputs(message["outputs"]))
+                    self._on_outputs(outputs_from_plain(message["outputs"]))
         except (EOFError, OSError):
             pass
         except BaseException:

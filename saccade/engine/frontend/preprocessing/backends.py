@@ -19,9 +19,9 @@ from typing import Any
 from saccade.engine.frontend.preprocessing.checks import ImageChecks
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, ProcessorMetadata
 from saccade.engine.frontend.preprocessing.jobs import ImageJob, Mailbox, TextJob
-from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, PromptProcessor
 from saccade.engine.frontend.preprocessing.worker import initialize
+from saccade.engine.media import ImageTask
 from saccade.processor.families import VisionRules, load_rules
 from saccade.processor.messages import Message
 from saccade.processor.tools import Tool

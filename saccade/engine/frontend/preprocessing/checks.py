@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, ProcessorMetadata
-from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import is_possible
+from saccade.engine.media import ImageTask
 from saccade.errors import ImageError
 from saccade.processor.families import VisionRules
 from saccade.processor.image import Grid, MediaLimits, check_size

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from saccade.engine.frontend.preprocessing.checks import ImageChecks, check_count, check_seconds
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, ProcessorMetadata
-from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified
+from saccade.engine.media import ImageTask
 from saccade.errors import ImageError, RequestError
 from saccade.processor.parts import Visual, feature_spans
 from saccade.workers.messages import send

@@ -14,8 +14,8 @@ from saccade.engine.frontend.futures import done, failed
 from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, VisualMetadata
 from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage, ProcessedImageCache
-from saccade.engine.frontend.preprocessing.media import ImageTask
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, as_pixels
+from saccade.engine.media import ImageTask
 from saccade.processor.parts import VisualKind
 
 _READ_AHEAD_BYTES = 512 * 2**20
@@ -41,7 +41,7 @@ class ProcessedImages:
 
     def get(self, task: ImageTask, salt: bytes) -> Future[ProcessedImage]:
         """The processed image of a task, for a prompt that calls `leave` when it ends."""
-        digest = task.digest()
+        digest = task.digest
         cache_key = salted(salt, digest)
         with self._lock:
             if processed := self.cache.get(cache_key):

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, ProcessorMetadata, VisualMetadata
-from saccade.engine.frontend.preprocessing.media import ImageTask, Source
+from saccade.engine.media import ImageTask, Source
 from saccade.errors import ImageError
 from saccade.processor.families import VisionRules
 from saccade.processor.image import (

@@ -22,8 +22,8 @@ import numpy as np
 
 from saccade.engine.frontend.preprocessing.config import MAX_TOKENS, PreprocessingConfig
 from saccade.engine.frontend.preprocessing.jobs import Mailbox
-from saccade.engine.frontend.preprocessing.media import ImageTask, Source
 from saccade.engine.frontend.preprocessing.prompt_processor import PromptProcessor
+from saccade.engine.media import ImageTask, Source
 from saccade.errors import ImageError
 from saccade.workers.fork_server import RunWorker
 from saccade.workers.messages import encode_error, receive, send
