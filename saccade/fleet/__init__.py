@@ -11,7 +11,10 @@
     split.py       which version a user gets
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
     scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
+    state.py       the folder of the desired state and of what was decided
+                   (objects.py and lease.py are its parts)
 
-Decisions here are plain Python and numpy: no Ray, no torch, no clock, no I/O. Deployments that carry them out do not
-exist yet; `saccade fleet check` reads a file and `simulate` runs its policies in simulated time.
+Decisions here are plain Python and numpy: no Ray, no torch, no clock, no I/O but that of the state folder. Deployments
+that carry them out do not exist yet; `saccade fleet check` reads a file and `simulate` runs its policies in simulated
+time.
 """
