@@ -33,11 +33,8 @@ from saccade.engine.frontend.beam_search import BeamSearchParams, search_all
 from saccade.engine.frontend.core_client import Connect
 from saccade.engine.frontend.front_end import FrontEnd
 from saccade.engine.frontend.open_request import OnDelta
-from saccade.engine.frontend.preprocessing.preprocessor import (
-    PreprocessingStatistics,
-    Preprocessor,
-    default_num_workers,
-)
+from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor, default_num_workers
+from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
 from saccade.engine.frontend.profile import write_profile
 from saccade.engine.load_core import load_core, with_slots
 from saccade.engine.prompt import TokenPrompt

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from saccade.errors import RequestError
+from saccade.errors import ImageError, RequestError
 from saccade.processor.image import Pixels
 from saccade.processor.parts import VisualKind
 from saccade.workers.shared_memory import byte_view
@@ -84,6 +84,15 @@ class ImageTask:
         return b"".join(byte_view(source.data) for source in self.sources)
 
 
+class MediaMissingError(Exception):
+    """A prompt needs images or videos without their data, and they are not among the processed ones any more."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(f"the data of images {list(numbers)} is needed")
+        self.numbers = list(numbers)
+        """Which of the images and videos of the prompt."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskDescription:
     """An image or video to preprocess without its data, which may be elsewhere."""
@@ -111,12 +120,12 @@ class TaskDescription:
         return TaskDescription(**described, sources=sources, digest=task.digest)
 
     def with_media(self, media: bytes) -> ImageTask:
-        """The task with its data. RequestError: the data has another size than described."""
+        """The task with its data. ImageError: the data has another size than described."""
         sizes = [math.prod(shape) for _, *shape in self.sources]
         if len(media) != sum(sizes):
-            raise RequestError(
-                f"the {self.kind} has {len(media)} bytes, but {sum(sizes)} were announced. Send the bytes that the "
-                "request describes"
+            raise ImageError(
+                f"{len(media)} bytes were received, but {sum(sizes)} announced. Send the bytes that the request "
+                "describes"
             )
         if len(sizes) == 1 and self.sources[0][0] != "pixels":  # no copy
             return ImageTask(self.kind, [Source(self.sources[0][0], media)], self.fps, self.num_images)

@@ -10,11 +10,12 @@ caller may pass another one (`torch_resize.py`).
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,6 +61,13 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 """Transpositions by EXIF orientation. (Pillow's `exif_transpose` rewrites the EXIF, which fails on a damaged tag.)"""
+_SWAPPING_TRANSPOSES = (
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
+"""Those that swap width and height."""
 _START_OF_SCAN = b"\xff\xda"
 _USUAL_SCANS = 10
 """Scans of a progressive JPEG as libjpeg writes it."""
@@ -237,12 +245,36 @@ def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | N
         budget.add_pixels(source.size)
         return _decode(source, None)
     data = read_encoded(source, limits)
+    return _decode(_checked_header(data, budget), data)
+
+
+def upright_size(source: ImageSource, limits: MediaLimits) -> tuple[int, int]:
+    """Height and width of the pixels that `load_image` returns, from the header alone.
+
+    Errors that the header shows are those of `load_image`. A PNG with EXIF or text after its pixels is decoded: they
+    may turn it.
+    """
+    data = read_encoded(source, limits)
+    image = _checked_header(data, MediaBudget(limits))
+    with _decoding_errors(image):
+        _check_is_still(image)
+        if image.format == "PNG" and _has_late_metadata(data):
+            height, width = _decode(image, data).shape[:2]
+            return height, width
+        transpose = _transpose_of(image)
+        _check_mode(image)
+    return image.size if transpose in _SWAPPING_TRANSPOSES else image.size[::-1]
+
+
+def _checked_header(data: bytes, budget: MediaBudget) -> Image.Image:
+    """The image, of which only the header is read, within all limits."""
+    limits = budget.limits
     budget.add_bytes(len(data))
     image = _open_header(data, limits)
     budget.add_pixels(image.size)
     _check_tiles(image, limits)
     _check_scans(image, data, limits)
-    return _decode(image, data)
+    return image
 
 
 def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image", "video"] = "image") -> bytes:
@@ -377,16 +409,47 @@ def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
 
 def _decode(image: Image.Image, data: bytes | None) -> Pixels:
     """Decode an image whose header was checked. Colour JPEGs are decoded by libjpeg-turbo directly."""
-    try:
-        if data is not None and image.format not in FIRST_FRAME_FORMATS and getattr(image, "is_animated", False):
-            raise ImageError(f"animated {image.format}. Send it as a video, a list of frames")
-        # Pillow turns a TIFF upright when it loads its pixels.
-        transpose = None if image.format == "TIFF" else _TRANSPOSES.get(image.getexif().get(_ORIENTATION, 1))
+    with _decoding_errors(image):
+        if data is not None:
+            _check_is_still(image)
+        if image.format == "PNG":
+            image.load()  # EXIF may follow the pixels
+        transpose = _transpose_of(image)
         if data is not None and image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(data)
             if pixels is not None:
                 return pixels if transpose is None else np.asarray(Image.fromarray(pixels).transpose(transpose))
         return _to_rgb(image if transpose is None else image.transpose(transpose))
+
+
+def _check_is_still(image: Image.Image) -> None:
+    if image.format not in FIRST_FRAME_FORMATS and getattr(image, "is_animated", False):
+        raise ImageError(f"animated {image.format}. Send it as a video, a list of frames")
+
+
+def _check_mode(image: Image.Image) -> None:
+    if image.mode in ("I", "F"):
+        raise ImageError(f"an image of mode {image.mode} has no 8- or 16-bit colours. Convert it to RGB first")
+
+
+def _transpose_of(image: Image.Image) -> Image.Transpose | None:
+    """The transposition that turns the image upright, from the metadata read so far."""
+    if image.format == "TIFF":  # Pillow turns it when it loads its pixels; its size is the upright one
+        return None
+    return _TRANSPOSES.get(Image.Image.getexif(image).get(_ORIENTATION, 1))  # a PNG's own method loads its pixels
+
+
+def _has_late_metadata(png: bytes) -> bool:
+    """Whether a PNG may have EXIF or text after its first pixels."""
+    first = png.find(b"IDAT")
+    return any(png.find(chunk, first) >= 0 for chunk in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"))
+
+
+@contextlib.contextmanager
+def _decoding_errors(image: Image.Image) -> Iterator[None]:
+    """Errors of Pillow as errors of the image."""
+    try:
+        yield
     except ImageError:
         raise
     except MemoryError as error:
@@ -417,8 +480,7 @@ def _to_rgb(image: Image.Image) -> Pixels:
     """8-bit RGB, transparent pixels on white."""
     if image.mode.startswith("I;16"):  # Pillow's conversion clips 16 bits instead of scaling them
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ImageError(f"an image of mode {image.mode} has no 8- or 16-bit colours. Convert it to RGB first")
+    _check_mode(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -16,7 +16,7 @@ from saccade.engine.core.time_histogram import TimeHistogram
 if TYPE_CHECKING:
     from saccade.engine import Engine
     from saccade.engine.core.statistics import Statistics
-    from saccade.engine.frontend.preprocessing.preprocessor import PreprocessingStatistics
+    from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
     from saccade.serve.admission import Admission
 
 _STATES = ("loading", "ready", "restarting", "draining", "failed", "stopped")

@@ -920,7 +920,7 @@ def checks(rules):
     metadata = ProcessorMetadata(image=visual, video=visual, vocab_size=100, control_ids=[9, 10])
     known = Future()
     known.set_result(metadata)
-    return ImageChecks(rules, LIMITS, known, allows_whole=True)
+    return ImageChecks(rules, LIMITS, known, allows_whole=True, measures_only=False)
 
 
 def test_messages_of_a_worker_are_validated(processor):

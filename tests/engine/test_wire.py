@@ -20,7 +20,7 @@ from saccade.engine.transport.wire import (
     encode_request,
     media_of,
 )
-from saccade.errors import ConfigError, RequestError, UserError
+from saccade.errors import ConfigError, ImageError, RequestError, UserError
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 TASKS = (
@@ -121,7 +121,7 @@ def test_media_do_not_ride_in_the_message():
 @pytest.mark.parametrize("change", [b"", b"x"], ids=["short", "long"])
 def test_media_of_another_size_are_refused(change):
     description = TaskDescription.of(TASKS[0])
-    with pytest.raises(RequestError, match="20 were announced"):
+    with pytest.raises(ImageError, match="but 20 announced"):
         description.with_media(TASKS[0].media()[1:] + change * 2)
 
 

@@ -96,7 +96,8 @@ class ProcessBackend:
 
     @functools.cached_property
     def _checks(self) -> ImageChecks:
-        return ImageChecks(self.rules, self._config.limits, self.metadata, self._config.sends_whole_images)
+        config = self._config
+        return ImageChecks(self.rules, config.limits, self.metadata, config.sends_whole_images, config.measures_only)
 
     @property
     def num_crashes(self) -> int:

@@ -42,6 +42,8 @@ class ImageChecks(NamedTuple):
     metadata: Future[ProcessorMetadata]
     allows_whole: bool
     """Whether images may be sent as pixels."""
+    measures_only: bool
+    """Whether no patches are sent."""
 
     def parts(self, message: dict[str, Any], task: ImageTask) -> tuple[Part, ...]:
         """The tokens of a task's result. Raises `WorkerLostError` unless the task can have it."""

@@ -33,11 +33,14 @@ class PreprocessingConfig:
     """Memory a worker may allocate."""
     patchifies_on_device: bool = False
     """Leave it to the vision tower to resize and patchify images, where the family allows it; workers decode them."""
+    measures_only: bool = False
+    """Make prompts without patches, for an engine that makes them again with patches. Of an image only the header is
+    read; a video is decoded."""
 
     @property
     def sends_whole_images(self) -> bool:
         """Whether images may be patchified on the device, which resizes as Pillow does."""
-        return self.patchifies_on_device and self.resize == "pillow"
+        return self.patchifies_on_device and self.resize == "pillow" and not self.measures_only
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON, for a message to another process."""
@@ -53,6 +56,7 @@ class PreprocessingConfig:
             chat_template=content["chat_template"],
             max_worker_bytes=content["max_worker_bytes"],
             patchifies_on_device=content["patchifies_on_device"],
+            measures_only=content["measures_only"],
         )
 
 

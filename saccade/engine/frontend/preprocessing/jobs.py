@@ -118,7 +118,9 @@ class ImageJob(Job[Mailbox, Patchified]):
         num_pixels = check_count(message.get("num_pixels"), 2**53)
         decode_s, preprocess_s = check_seconds(message.get("decode_s")), None
         shape: tuple[int, ...] = sum(span.num_patches for span in feature_spans(parts)), metadata.patch_bytes
-        if "whole" in message:
+        if self._checks.measures_only:
+            shape = 0, metadata.patch_bytes
+        elif "whole" in message:
             shape = self._checks.whole_shape(message["whole"], tuple(message["grid"]), self._task)
         else:
             preprocess_s = check_seconds(message.get("preprocess_s"))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from saccade.engine.core.time_histogram import TimeHistogram
 from saccade.engine.frontend.futures import done, failed, when_all_done
 from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
 from saccade.engine.frontend.preprocessing.config import MAX_WORKER_BYTES, PreprocessingConfig
@@ -26,7 +26,9 @@ from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
 from saccade.engine.frontend.preprocessing.media import MediaReader
 from saccade.engine.frontend.preprocessing.processed_images import ProcessedImages
 from saccade.engine.frontend.preprocessing.prompt_assembly import assemble_prompt, find_placeholders, plain_ids
-from saccade.engine.prompt import TokenPrompt
+from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
+from saccade.engine.media import ImageTask, MediaMissingError, TaskDescription
+from saccade.engine.prompt import PromptSources, TokenPrompt
 from saccade.errors import RequestError
 from saccade.processor.image import MediaBudget, MediaLimits
 from saccade.processor.messages import Message, VisualItem
@@ -44,35 +46,13 @@ _KEPT_HEAP_BYTES = 2**28
 """Freed memory that this process keeps: images are read into it, and fresh memory is slow."""
 
 
+Readable = Callable[[], ImageTask]
+"""Reads an image or video, in a reader thread."""
+
+
 def default_num_workers() -> int:
     """Preprocessing workers by the number of cores. Two are left for the engine loop and its clients."""
     return max(0, min(12, len(os.sched_getaffinity(0)) - 2))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessingStatistics:
-    """Counters since the start."""
-
-    num_prompts: int
-    """Prompts that are ready, failed or cancelled."""
-    num_processed: int
-    """Images decoded, and patchified unless the device does it."""
-    num_cache_hits: int
-    """Images found in the processed-image cache."""
-    num_shared: int
-    """Images that were being preprocessed for another prompt."""
-    num_worker_crashes: int
-    """Worker processes that crashed or were killed."""
-    num_cached: int
-    """Images in the cache now."""
-    cached_bytes: int
-    """Size of the images in the cache."""
-    num_unfinished: int
-    """Prompts that are being preprocessed now."""
-    decode_times: TimeHistogram
-    """Times to decode an image or video, where workers did it."""
-    preprocess_times: TimeHistogram
-    """Times to resize an image or video and cut it into patches, where workers did it."""
 
 
 class Preprocessor:
@@ -94,16 +74,18 @@ class Preprocessor:
         chat_template: str | None = None,
         max_worker_bytes: int = MAX_WORKER_BYTES,
         patchifies_on_device: bool = False,
+        measures_only: bool = False,
     ) -> None:
         """Start the workers without waiting for them. With `num_workers` 0, two threads of this process do the work.
 
         A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced.
         `max_images` bounds the images and videos of a request, `limits` the size of each, `max_worker_bytes` the memory
         of a worker. `chat_template` replaces the checkpoint's. `patchifies_on_device`: images are only decoded here,
-        and patchified by the vision tower, if the family allows it.
+        and patchified by the vision tower, if the family allows it. `measures_only`: prompts have no patches, but the
+        `sources` from which another preprocessor makes the same prompt (`submit_tasks`).
         """
         keep_freed_memory(_KEPT_HEAP_BYTES)
-        self._limits, self._max_images = limits or MediaLimits(), max_images
+        self._limits, self._max_images, self._measures_only = limits or MediaLimits(), max_images, measures_only
         config = PreprocessingConfig(
             folder=Path(folder),
             limits=self._limits,
@@ -111,6 +93,7 @@ class Preprocessor:
             chat_template=chat_template,
             max_worker_bytes=max_worker_bytes,
             patchifies_on_device=patchifies_on_device,
+            measures_only=measures_only,
         )
         self._backend = ProcessBackend(config, num_workers, timeout_s) if num_workers else LocalBackend(config)
         max_read_ahead = _READ_AHEAD_PER_WORKER * max(1, num_workers)
@@ -148,7 +131,7 @@ class Preprocessor:
         except BaseException as error:
             self._finish(future, error)
         else:
-            self._start(future, token_ids, items, salt)
+            self._start_conversation(future, token_ids, items, salt)
         return future
 
     def submit_tokens(
@@ -164,8 +147,42 @@ class Preprocessor:
         except BaseException as error:
             self._finish(future, error)
         else:
-            self._start(future, done(ids), items, salt)
+            self._start_conversation(future, done(ids), items, salt)
         return future
+
+    def submit_tasks(
+        self,
+        token_ids: Sequence[int],
+        tasks: Sequence[TaskDescription],
+        media: Sequence[bytes | None],
+        *,
+        salt: bytes = b"",
+    ) -> Future[TokenPrompt]:
+        """The prompt of the `sources` of a prompt without patches: token ids with one placeholder per task.
+
+        `media` has the data of each task, or None where `has` found the image. MediaMissingError: it was evicted since,
+        and nothing is started.
+        """
+        images = self._found(tasks, media, salt)
+        found = [image for image in images if isinstance(image, Future)]
+        try:
+            future = self._open()
+        except BaseException:
+            self._images.leave(found)
+            raise
+        future.add_done_callback(lambda _: self._images.leave(found))
+        try:
+            ids = plain_ids(token_ids)
+            self._check_num_images(len(tasks))
+        except BaseException as error:
+            self._finish(future, error)
+        else:
+            self._start(future, done(ids), [task.kind for task in tasks], images, salt)
+        return future
+
+    def has(self, digest: bytes, salt: bytes) -> bool:
+        """Whether the image or video with this digest (`ImageTask.digest`) is processed, or being processed."""
+        return self._images.has(digest, salt)
 
     def encode(self, text: str) -> Future[list[int]]:
         """Token ids of plain text, after the ids that the tokenizer puts before a prompt."""
@@ -235,46 +252,90 @@ class Preprocessor:
                 "raise max_images_per_request"
             )
 
-    def _start(
+    def _found(
+        self, tasks: Sequence[TaskDescription], media: Sequence[bytes | None], salt: bytes
+    ) -> list[Readable | Future[ProcessedImage]]:
+        """Images that are processed already, or the data that they are read from."""
+        images: list[Readable | Future[ProcessedImage]] = []
+        missing = []
+        for number, (task, data) in enumerate(zip(tasks, media, strict=True)):
+            if data is not None:
+                images.append(partial(task.with_media, data))
+            elif (found := self._images.find(task.digest, salt)) is not None:
+                images.append(found)
+            else:
+                missing.append(number)
+        if missing:
+            self._images.leave([image for image in images if isinstance(image, Future)])
+            raise MediaMissingError(missing)
+        return images
+
+    def _start_conversation(
         self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
+    ) -> None:
+        num_images, budget = count_images(items), MediaBudget(self._limits)
+
+        def read(item: VisualItem) -> ImageTask:
+            return self._reader.read(item, self._backend.rules.counted_images(num_images), budget)
+
+        kinds, images = [visual_kind(item) for item in items], [partial(read, item) for item in items]
+        self._start(future, token_ids, kinds, images, salt)
+
+    def _start(
+        self,
+        future: Future[TokenPrompt],
+        token_ids: Future[list[int]],
+        kinds: Sequence[VisualKind],
+        images: Sequence[Readable | Future[ProcessedImage]],
+        salt: bytes,
     ) -> None:
         """Read the images in a reader thread; a prompt without images needs none."""
         future.add_done_callback(lambda _: token_ids.cancel() if future.cancelled() else None)
-        if not items:
-            self._assemble_when_done(future, token_ids, [], [])
+        if not images:
+            self._assemble_when_done(future, token_ids, [], [], [])
             return
         try:
-            self._readers.submit(self._read_images, future, token_ids, items, salt)
+            self._readers.submit(self._read_images, future, token_ids, kinds, images, salt)
         except RuntimeError as error:  # closed meanwhile
             self._finish(future, error)
 
     def _read_images(
-        self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
+        self,
+        future: Future[TokenPrompt],
+        token_ids: Future[list[int]],
+        kinds: Sequence[VisualKind],
+        given: Sequence[Readable | Future[ProcessedImage]],
+        salt: bytes,
     ) -> None:
-        kinds, budget = [visual_kind(item) for item in items], MediaBudget(self._limits)
         images: list[Future[ProcessedImage]] = []
+        own: list[Future[ProcessedImage]] = []
+        tasks: list[ImageTask] = []
         try:
             if token_ids.done() and not token_ids.cancelled():  # fail before the images are read
                 find_placeholders(token_ids.result(), kinds, self._backend.metadata.result())
-            num_images = self._backend.rules.counted_images(count_images(items))
-            for item in items:
+            for image in given:
                 if future.cancelled():
                     break
-                images.append(self._image(item, num_images, budget, salt))
+                if not isinstance(image, Future):
+                    image = self._image(image, salt, tasks)
+                    own.append(image)
+                images.append(image)
         except BaseException as error:
             self._finish(future, error)
             return
         finally:
-            future.add_done_callback(lambda _: self._images.leave(images))
+            future.add_done_callback(lambda _: self._images.leave(own))
         if not future.cancelled():
-            self._assemble_when_done(future, token_ids, kinds, images)
+            self._assemble_when_done(future, token_ids, kinds, images, tasks)
 
-    def _image(self, item: VisualItem, num_images: int, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:
-        """Read an image and have it preprocessed."""
+    def _image(self, read: Readable, salt: bytes, tasks: list[ImageTask]) -> Future[ProcessedImage]:
+        """Read an image and have it preprocessed. Its task is kept if the prompt has to be made again."""
         try:
-            task = self._reader.read(item, num_images, budget)
+            task = read()
         except Exception as error:  # reported when all images are done: the first of two bad ones is named
             return failed(error)
+        if self._measures_only:
+            tasks.append(task)
         return self._images.get(task, salt)
 
     def _assemble_when_done(
@@ -283,6 +344,7 @@ class Preprocessor:
         token_ids: Future[list[int]],
         kinds: Sequence[VisualKind],
         images: Sequence[Future[ProcessedImage]],
+        tasks: Sequence[ImageTask],
     ) -> None:
         def assemble() -> None:
             """Runs in the thread that finishes the last part."""
@@ -294,6 +356,8 @@ class Preprocessor:
                         processed.append(image.result())
                         budget.add_decoded(processed[-1].num_pixels)
                 prompt = assemble_prompt(ids, kinds, processed, self._backend.metadata.result())
+                if self._measures_only:
+                    prompt = replace(prompt, sources=PromptSources(token_ids=list(ids), tasks=tuple(tasks)))
             except BaseException as error:
                 self._finish(future, error)
             else:

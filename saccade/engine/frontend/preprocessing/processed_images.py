@@ -41,20 +41,35 @@ class ProcessedImages:
 
     def get(self, task: ImageTask, salt: bytes) -> Future[ProcessedImage]:
         """The processed image of a task, for a prompt that calls `leave` when it ends."""
-        digest = task.digest
-        cache_key = salted(salt, digest)
+        cache_key = salted(salt, task.digest)
         with self._lock:
-            if processed := self.cache.get(cache_key):
-                self.num_cache_hits += 1
-                return done(processed)
-            if (shared := self._in_progress.get(cache_key)) is not None:
-                self.num_shared += 1
-                shared.num_waiting += 1
-                return shared
+            if (found := self._find(cache_key)) is not None:
+                return found
             image = self._in_progress[cache_key] = _ImageInProgress(cache_key)
         image.job = self._start(task)
-        image.job.add_done_callback(partial(self._finish, task.kind, digest, image))
+        image.job.add_done_callback(partial(self._finish, task.kind, task.digest, image))
         return image
+
+    def has(self, digest: bytes, salt: bytes) -> bool:
+        """Whether the image with this digest is cached or in progress."""
+        cache_key = salted(salt, digest)
+        with self._lock:
+            return cache_key in self._in_progress or self.cache.get(cache_key) is not None
+
+    def find(self, digest: bytes, salt: bytes) -> Future[ProcessedImage] | None:
+        """The processed image with this digest, if it is cached or in progress, for a prompt that calls `leave`."""
+        with self._lock:
+            return self._find(salted(salt, digest))
+
+    def _find(self, cache_key: bytes) -> Future[ProcessedImage] | None:
+        """An image that is cached or in progress. The lock is held."""
+        if processed := self.cache.get(cache_key):
+            self.num_cache_hits += 1
+            return done(processed)
+        if (shared := self._in_progress.get(cache_key)) is not None:
+            self.num_shared += 1
+            shared.num_waiting += 1
+        return shared
 
     def leave(self, images: Sequence[Future[ProcessedImage]]) -> None:
         """End a prompt with these images: cancel the jobs of those that no other prompt waits for."""
@@ -75,7 +90,7 @@ class ProcessedImages:
             self.cache.clear()
 
     def _start(self, task: ImageTask) -> Future[Patchified]:
-        """Have a worker preprocess an image, unless it was sent as pixels that the device patchifies.
+        """Have a worker preprocess an image, unless it was sent as pixels that are measured or the device patchifies.
 
         Never raises: a job that cannot start has failed, for all prompts with this image.
         """

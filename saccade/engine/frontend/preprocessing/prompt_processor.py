@@ -8,6 +8,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from saccade.processor.image import (
     Pixels,
     load_image,
     read_encoded,
+    upright_size,
 )
 from saccade.processor.messages import Message
 from saccade.processor.parts import Visual, VisualKind
@@ -42,13 +44,14 @@ class Patchified(NamedTuple):
     """Patches of an image or video, and the time they took."""
 
     visual: Visual
-    """Grid and patches, read-only; or pixels, [height, width, 3], if the device patchifies the image."""
+    """Grid and patches, read-only; or pixels, [height, width, 3], if the device patchifies the image; or no patches, if
+    it is only measured."""
     num_pixels: int
     """Decoded pixels of all frames, before resizing."""
     decode_s: float | None
     """Time to decode. None: it was sent as pixels."""
     preprocess_s: float | None
-    """Time to resize and to cut into patches. None: the device does that."""
+    """Time to resize and to cut into patches. None: that is done elsewhere."""
 
 
 class PromptProcessor:
@@ -83,7 +86,9 @@ class PromptProcessor:
         return [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
 
     def patchify(self, task: ImageTask) -> Patchified:
-        """Decode, resize and patchify. Errors name the frame, but not the image."""
+        """Decode, resize and patchify; or only measure. Errors name the frame, but not the image."""
+        if self._config.measures_only and task.kind == "image":
+            return self._measure(task)
         started_at = time.perf_counter()
         frames = self._frames(task, MediaBudget(self._config.limits))
         decoded_at = time.perf_counter()
@@ -94,15 +99,24 @@ class PromptProcessor:
             visual = self._patchify_image(frames[0], task.num_images)
         else:
             visual = self._processor.patchify_video(frames, task.fps)
+        if self._config.measures_only:
+            visual = replace(visual, patches=visual.patches[:0].copy())
         visual.patches.flags.writeable = False
-        if not is_possible(visual.grid, task, self.rules, self._config.limits):
-            raise ImageError(
-                f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. "
-                "Use another fps"
-            )
+        _check_possible(visual.grid, task, self.rules, self._config.limits)
         num_pixels = sum(frame.shape[0] * frame.shape[1] for frame in frames)
         preprocess_s = None if whole is not None else time.perf_counter() - decoded_at
         return Patchified(visual, num_pixels, decoded_at - started_at, preprocess_s)
+
+    def _measure(self, task: ImageTask) -> Patchified:
+        """Read the header of an image."""
+        started_at = time.perf_counter()
+        source = task.sources[0]
+        if isinstance(source.data, np.ndarray):
+            height, width = source.data.shape[:2]
+        else:
+            height, width = upright_size(_encoded(source), self._config.limits)
+        measured = measured_image(task, height, width, self.rules, self._config)
+        return measured._replace(decode_s=time.perf_counter() - started_at)
 
     def _patchify_image(self, pixels: Pixels, num_images: int) -> Visual:
         """Each patch holds the one frame once: half the bytes to send, to cache and to copy to the device."""
@@ -161,10 +175,27 @@ def whole_image(task: ImageTask, pixels: Pixels, rules: VisionRules, config: Pre
     return Visual(pixels, grid, [], rules.parts("image", grid, task.fps, []))
 
 
+def measured_image(
+    task: ImageTask, height: int, width: int, rules: VisionRules, config: PreprocessingConfig
+) -> Patchified:
+    """An image of this size without its patches."""
+    grid = rules.image_grid(height, width, task.num_images)
+    _check_possible(grid, task, rules, config.limits)
+    none = np.empty((0, rules.images.frame_dim), np.uint8)
+    none.flags.writeable = False
+    visual = Visual(none, grid, [], rules.parts("image", grid, task.fps, []))
+    return Patchified(visual, height * width, None, None)
+
+
 def as_pixels(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) -> Patchified | None:
-    """An image that was sent as pixels and is patchified on the device. None: a worker has to process it."""
+    """An image that was sent as pixels and is measured, or patchified on the device. None: a worker processes it."""
     pixels = task.sources[0].data
-    if not isinstance(pixels, np.ndarray) or (visual := whole_image(task, pixels, rules, config)) is None:
+    if task.kind != "image" or not isinstance(pixels, np.ndarray):
+        return None
+    if config.measures_only:
+        height, width = pixels.shape[:2]
+        return measured_image(task, height, width, rules, config)
+    if (visual := whole_image(task, pixels, rules, config)) is None:
         return None
     visual.patches.flags.writeable = False
     return Patchified(visual, pixels.shape[0] * pixels.shape[1], None, None)
@@ -173,6 +204,13 @@ def as_pixels(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) 
 def _encoded(source: Source) -> str | bytes:
     data = source.data if isinstance(source.data, bytes) else source.data.tobytes()
     return data.decode() if source.form in ("image_url", "video_url") else data
+
+
+def _check_possible(grid: Grid, task: ImageTask, rules: VisionRules, limits: MediaLimits) -> None:
+    if not is_possible(grid, task, rules, limits):
+        raise ImageError(
+            f"a {task.kind} of grid {grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
+        )
 
 
 def is_possible(grid: Grid, task: ImageTask, rules: VisionRules, limits: MediaLimits) -> bool:
