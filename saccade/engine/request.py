@@ -119,7 +119,7 @@ class Request:
     timeout_s: float | None = None
     """Fail the request if it has not ended after this time in the core."""
     stream_interval: int = 1
-    """Tokens per output. The first token is sent at once; the last output has all remaining tokens."""
+    """Tokens per output. The first new token is sent at once; the last output has all remaining tokens."""
     output_ids: tuple[int, ...] = ()
     """Output tokens that are known already; the request continues after them."""
 
@@ -127,6 +127,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.token_ids)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """`sampling.prompt_logprobs`. None if there are known output tokens: they were sent before those."""
+        return None if self.output_ids else self.sampling.prompt_logprobs
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,44 @@ def start_without_the_output(monkeypatch):
     monkeypatch.setattr(StepPlanner, "_start", start_with_the_prompt)
 
 
+def send_known_tokens_again(monkeypatch):
+    continue_after = scheduler._continue
+
+    def continue_and_send(state):
+        reason = continue_after(state)
+        state.num_sent = state.num_prompt_tokens
+        return reason
+
+    monkeypatch.setattr(scheduler, "_continue", continue_and_send)
+
+
+def count_the_token_limit_from_the_known_tokens(monkeypatch):
+    continue_after = scheduler._continue
+
+    def continue_longer(state):
+        reason = continue_after(state)
+        state.token_limit = min(state.token_limit + len(state.request.output_ids), 240)
+        return reason
+
+    monkeypatch.setattr(scheduler, "_continue", continue_longer)
+
+
+def run_requests_that_known_tokens_end(monkeypatch):
+    continue_after = scheduler._continue
+    monkeypatch.setattr(scheduler, "_continue", lambda state: continue_after(state) and None)
+
+
+def send_the_first_new_token_late(monkeypatch):
+    continue_after = scheduler._continue
+
+    def continue_quietly(state):
+        reason = continue_after(state)
+        state.next_output_at += len(state.request.output_ids)
+        return reason
+
+    monkeypatch.setattr(scheduler, "_continue", continue_quietly)
+
+
 MUTATIONS = [
     skip_a_free,
     drop_the_offset_of_images,
@@ -358,6 +396,10 @@ MUTATIONS = [
     send_only_new_pages_after_a_preemption,
     start_without_the_output,
     lose_unsent_tokens,
+    send_known_tokens_again,
+    count_the_token_limit_from_the_known_tokens,
+    run_requests_that_known_tokens_end,
+    send_the_first_new_token_late,
 ]
 
 

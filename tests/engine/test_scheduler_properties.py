@@ -48,4 +48,6 @@ def test_random_traces_leak_nothing_mix_up_nothing_and_starve_no_request(run):
         "image read while others decode",
         "image encoded without a user",
         "result of a preempted request",
+        "started after known tokens",
+        "ended by known tokens",
     }

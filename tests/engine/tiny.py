@@ -88,12 +88,16 @@ def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: i
         for _ in range(min(len(waiting), at_once or len(waiting))):
             request, prompt = waiting.pop()
             outputs += core.handle(AddRequest(request=request, prompt=prompt))
+        while not core.inbox.empty():  # grammars that are compiled
+            outputs += core.handle(core.inbox.get())
         if core.has_work:
             outputs += core.step()
         for output in outputs:
             collected[output.request_id].add(output)
         if not core.has_work and not waiting:
-            break
+            if all(one.num_endings for one in collected.values()):
+                break
+            core.inbox.put(core.inbox.get(timeout=60))  # waits for a grammar
     assert all(one.num_endings == 1 for one in collected.values())
     core.check()
     return list(collected.values())

@@ -13,6 +13,8 @@ A step that samples a request with a grammar may wait until they are read, while
 Images are encoded in passes, in parts that steps run. The encoder-cache slots of a pass are empty from its start to
 its end, which is some time after its last part is launched, or earlier if the pass fails. A chunk that reads such an
 image makes the device wait.
+
+Some requests continue after output tokens that are known already, from none to all of the output.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
@@ -399,7 +401,7 @@ class Device:
                 tokens.append(expected.tokens[end + len(tokens)])
             slot.last_sampled = end + len(tokens) - 1
         request, prompt_logprobs = expected.request, []
-        if request.sampling.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None:
             followed = request.token_ids[chunk.start + 1 : min(end + 1, request.num_prompt_tokens)]
             prompt_logprobs = [TokenLogprobs(token, -1.0) for token in followed]
         return ChunkResult(chunk.request_id, tuple(tokens), prompt_logprobs=tuple(prompt_logprobs))
@@ -450,6 +452,7 @@ class Trace:
         self.quarantined: set[bytes] = set()
         self.in_flight: deque[Launched] = deque()
         self.mask_rng = random.Random(seed + 4_000_003)
+        self.continuing_rng = random.Random(seed + 5_000_003)
         self.without_chunk: set[str] = set()
         """Requests that started and have no chunk yet."""
         self.num_steps = 0
@@ -498,12 +501,25 @@ class Trace:
             raise AssertionError("a request with a quarantined image was added")
         limits = self.setting.limits
         limit = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_length)
-        self.expected[request.id] = Expected(request, self.prefixes, limit)
+        expected = self.expected[request.id] = Expected(request, self.prefixes, limit)
+        request = expected.request = self._continued(request, expected.output()[0])
         self.live[request.id] = request
-        self.received[request.id] = []
+        self.received[request.id] = list(request.output_ids)
         self.prompt_logprobs[request.id] = []
-        self.scheduler.add(request)
+        ended = self.scheduler.add(request)
         self.num_stalled = 0
+        assert (ended is not None) == (self.received[request.id] == expected.output()[0])
+        if ended is not None:
+            assert not ended.token_ids, "known tokens are sent again"
+            self._take([ended])
+            self.seen.add("ended by known tokens")
+
+    def _continued(self, request: Request, output: list[int]) -> Request:
+        """The request; a fifth of the time after some of its output tokens."""
+        if self.continuing_rng.random() < 0.8:
+            return request
+        num_known = self.continuing_rng.choice([1, len(output), self.continuing_rng.randint(0, len(output))])
+        return replace(request, output_ids=tuple(output[:num_known]))
 
     # ---- plan
 
@@ -674,15 +690,21 @@ class Trace:
             assert is_writable, f"page {page} is written but shared or cached"
         if chunk.request_id in self.without_chunk:
             self.without_chunk.remove(chunk.request_id)
-            if state.request.sampling.prompt_logprobs is not None or not self.setting.keeps_prefixes:
+            if state.request.prompt_logprobs is not None or not self.setting.keeps_prefixes:
                 assert chunk.start == 0, "a prompt must be computed from its first token"
 
     def _record_events(self, plan: StepPlan) -> None:
         """Record rare events, so that tests can check the coverage of traces."""
         if plan.page_copies:
             self.seen.add("copy")
-        if any(self._state(start.request_id).num_cached_tokens for start in plan.started):
+        started = [self._state(start.request_id) for start in plan.started]
+        assert all(state.num_cached_tokens <= state.num_prompt_tokens for state in started), (
+            "cached tokens of an output"
+        )
+        if any(state.num_cached_tokens for state in started):
             self.seen.add("cached prefix")
+        if any(state.request.output_ids and not state.num_preemptions for state in started):
+            self.seen.add("started after known tokens")
         served = {chunk.request_id for chunk in plan.chunks}
         if any(image.request_id not in served for image in plan.images):
             self.seen.add("encoded ahead")
@@ -818,7 +840,8 @@ class Trace:
         known = state.token_ids[request.num_prompt_tokens :]
         assert known[: len(received)] == received
         assert len(known) - len(received) < request.stream_interval, f"an output of {request.id} is late"
-        assert received or not known, f"the first token of {request.id} is late"
+        num_new = len(known) - len(request.output_ids)
+        assert len(known) - len(received) < max(1, num_new), f"the first token of {request.id} is late"
 
     def _take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
@@ -838,7 +861,7 @@ class Trace:
         expected = self.expected[name]
         if output.failure is None:
             assert (self.received[name], output.finish_reason) == expected.output(), f"{name} ended too early"
-            if expected.request.sampling.prompt_logprobs is not None:
+            if expected.request.prompt_logprobs is not None:
                 assert len(self.prompt_logprobs[name]) == expected.request.num_prompt_tokens - 1
         else:
             assert output.finish_reason == "failed"

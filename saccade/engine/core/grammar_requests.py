@@ -72,17 +72,22 @@ class GrammarRequests:
         return True
 
     def take_compiled(self, request_id: str) -> tuple[AddRequest, Failure | None] | None:
-        """The request, and the failure if its grammar could not be compiled. None: it was cancelled."""
+        """The request, and the failure if its grammar could not be compiled. None: it was cancelled.
+
+        The grammar is advanced by the output tokens that are known already.
+        """
         message, compiled = self._compiling.pop(request_id, (None, None))
         if message is None or compiled is None:
             return None
         try:
-            self._states[request_id] = compiled.result()
+            state = self._states[request_id] = compiled.result()
         except UserError as error:
             return message, Failure("waiting", str(error), "invalid_request")
         except Exception as error:
             logger.warning("request %s: its grammar could not be compiled: %r", request_id, error, exc_info=error)
             return message, Failure("waiting", "the grammar could not be compiled")
+        if not state.accept(message.request.output_ids):
+            return message, Failure("waiting", f"output_ids cannot be continued: {state.error}", "invalid_request")
         return message, None
 
     # ---- masks of a step

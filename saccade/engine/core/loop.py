@@ -273,6 +273,11 @@ class EngineCore:
         request = message.request
         num_open = self.scheduler.num_running + self.scheduler.num_waiting + self._grammars.num_compiling
         self._deadlines.add(request, self._clock(), num_open, self._is_open)
+        vocab_size = self.info.vocab_size
+        unknown = next((token_id for token_id in request.output_ids if not 0 <= token_id < vocab_size), None)
+        if unknown is not None:
+            reason = f"output_ids has token {unknown}, but the model has tokens 0 to {vocab_size - 1}"
+            return self._refuse(request, Failure("waiting", reason, "invalid_request"))
         if request.sampling.structured is None:
             return self._add(request, message.prompt)
         failure = _FULL if self._is_full else self._grammars.compile(message)
@@ -299,7 +304,9 @@ class EngineCore:
         try:
             adapter = self._adapters.find(request)
             request = self._adapters.salted(request, adapter)
-            self.scheduler.add(request)
+            ended = self.scheduler.add(request)
+            if ended is not None:
+                return self._finish([ended])
             self._runner.register(request, prompt, self._adapters.acquire(request.id, adapter))
         except RequestError as error:
             return self._refuse(request, Failure("waiting", str(error), "invalid_request"))

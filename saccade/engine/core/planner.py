@@ -212,7 +212,7 @@ class StepPlanner:
         self._queues.start(state)
         assert state.slot is not None, "a started request has a slot"
         if state.num_preemptions == 0:
-            state.num_cached_tokens = prefix.num_tokens
+            state.num_cached_tokens = min(prefix.num_tokens, state.num_prompt_tokens)
         self._started.append(SlotStart(request.id, state.slot, tuple(state.token_ids[request.num_prompt_tokens :])))
         self._share_prefix(state, prefix)
         if end > prefix.num_tokens:
@@ -309,7 +309,7 @@ class _Prefix(NamedTuple):
 
 def _find_prefix(state: RequestState, pool: PagePool) -> _Prefix:
     """The longest cached prefix of a request's known tokens. The last token is always computed, to sample the next."""
-    if not pool.keeps_prefixes or state.request.sampling.prompt_logprobs is not None:
+    if not pool.keeps_prefixes or state.request.prompt_logprobs is not None:
         return _Prefix([], 0)
     pages: list[int] = []
     for index in range(len(state.token_ids) // pool.page_size):

@@ -169,12 +169,20 @@ class Scheduler:
 
     # ---- add and end requests
 
-    def add(self, request: Request) -> None:
-        """Add a request to the waiting queue. RequestError: it could not run even if it were alone."""
+    def add(self, request: Request) -> RequestOutput | None:
+        """Add a request to the waiting queue. RequestError: it could not run even if it were alone.
+
+        Returns the last output if the request's known output tokens end it. Then it is not added.
+        """
         assert request.id not in self._queues, f"request {request.id} was added before"
         self._check_can_run(request)
-        self._queues.add(RequestState(request, self._num_added, self.limits.max_length))
+        state = RequestState(request, self._num_added, self.limits.max_length)
+        reason = _continue(state)
+        if reason is not None:
+            return _output(state, reason)
+        self._queues.add(state)
         self._num_added += 1
+        return None
 
     def _check_can_run(self, request: Request) -> None:
         """Raise RequestError, saying what to change, unless the request could run alone."""
@@ -348,6 +356,21 @@ def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
         if len(known) >= state.token_limit:
             return "length"
     return None
+
+
+def _continue(state: RequestState) -> FinishReason | None:
+    """Append the output tokens of a new request that are known already; they are not sent again."""
+    output_ids = state.request.output_ids
+    reason = _append(state, output_ids)
+    num_output = len(state.token_ids) - state.num_prompt_tokens
+    if num_output < len(output_ids):
+        raise RequestError(
+            f"output_ids has {len(output_ids)} tokens, but the output ends after {num_output}, by a stop token, "
+            "max_tokens or max_length. Leave out the later tokens"
+        )
+    state.num_sent += num_output
+    state.next_output_at += num_output
+    return reason
 
 
 def _settle_pending(state: RequestState, chunk: Chunk) -> None:

@@ -53,7 +53,7 @@ class SlotStart(NamedTuple):
     request_id: str
     slot: int
     output_token_ids: tuple[int, ...]
-    """Known output tokens; after a preemption they are recomputed like a prompt."""
+    """Known output tokens, from before a preemption or from another engine; they are computed like a prompt."""
 
 
 ENCODER_PARTS = 4

@@ -110,7 +110,7 @@ class ForwardPass:
         if prefill:
             decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
         count = len(decode) + num_samples(prefill)
-        needs_all = any(requests[chunk.request_id].request.sampling.prompt_logprobs is not None for chunk in prefill)
+        needs_all = any(requests[chunk.request_id].request.prompt_logprobs is not None for chunk in prefill)
         size = step_size(
             num_decode=len(decode),
             num_tokens=sum([chunk.num_tokens for chunk in prefill]),

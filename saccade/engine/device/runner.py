@@ -312,7 +312,7 @@ class Runner:
         for chunk in chunks:
             request = self._requests[chunk.request_id].request
             targets = list(request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)])
-            num_top = request.sampling.prompt_logprobs
+            num_top = request.prompt_logprobs
             if num_top is not None and targets:
                 logprobs = self._logprobs(hidden_TD[start : start + len(targets)], targets, num_top)
                 found[chunk.request_id] = targets, HostLogprobs(logprobs)
