@@ -1,10 +1,11 @@
 """The server: an OpenAI-compatible HTTP API in front of the engine.
 
-    client -> connection limits -> gate (keys, limits, errors) -> route -> generation -> engine
+    client -> connection limits -> gate (keys, limits, errors) -> route -> model -> generation -> engine
 
 Where to start reading: `server.py` starts and stops everything; `app.py` has the list of routes; `gate.py` is what
-every request passes first; `routes/chat.py` is the main endpoint; `generation.py` connects a request with the engine;
-`supervisor.py` loads the engine and replaces a core that died.
+every request passes first; `routes/chat.py` is the main endpoint; `models.py` says which `Service` answers a request,
+and `front.py` what all of them share; `generation.py` connects a request with the engine; `supervisor.py` loads the
+engine and replaces a core that died.
 """
 
 from typing import TYPE_CHECKING

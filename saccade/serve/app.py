@@ -13,23 +13,31 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from saccade import __version__
+from saccade.serve.body_limits import BodyLimits
+from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, validation_error
+from saccade.serve.front import Front
 from saccade.serve.gate import Gate
 from saccade.serve.json_route import with_body_limits
-from saccade.serve.keys import KeyRing
+from saccade.serve.models import Models, OneModel
 from saccade.serve.openapi import describe
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
 from saccade.serve.protocol.responses import RESPONSES_UNSUPPORTED
 from saccade.serve.record import log_request
-from saccade.serve.routes import admin, chat, completions, health, metrics, models, page, responses, tokenize
+from saccade.serve.routes import admin, chat, completions, health, metrics, page, responses, tokenize
+from saccade.serve.routes import models as listing
 from saccade.serve.service import Service
+from saccade.serve.supervisor import Supervisor
 
 PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
 """Paths that need no key."""
 
 
-def create_app(service: Service, keys: KeyRing | None) -> Gate:
-    """Build the public application, wrapped in its gate."""
+def create_app(front: Front, models: Models, *, only_model: str | None = None) -> Gate:
+    """Build the public application, wrapped in its gate.
+
+    `only_model`: name of the only model that is ever served, which the OpenAPI document then states.
+    """
     app = FastAPI(
         title="Saccade",
         version=__version__,
@@ -38,51 +46,62 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
-    for route in (health, models, chat, completions, responses, tokenize, metrics):
-        app.include_router(route.router(service))
-    app.include_router(page.router(service.config.max_body_bytes))
+    for route in (health, listing, chat, completions, responses, tokenize):
+        app.include_router(route.router(models))
+    app.include_router(metrics.router(front))
+    app.include_router(page.router(front.config.max_body_bytes))
     _answer_errors(app)
-    has_one_model = service.engine_config.max_adapters == 0
-    document = functools.cache(
-        partial(describe, app, model_name=service.model_name if has_one_model else None, has_keys=keys is not None)
-    )
+    document = functools.cache(partial(describe, app, model_name=only_model, has_keys=front.keys is not None))
     app.openapi = document  # type: ignore[method-assign]
     served = {route.path for route in app.routes if isinstance(route, Route)}
 
     return Gate(
-        with_body_limits(app, service.body_limits),
-        service.config,
-        keys=keys,
+        with_body_limits(app, partial(_body_limits, front.config, models)),
+        front.config,
+        keys=front.keys,
         scope="api",
         is_public=lambda path: path in PUBLIC_PATHS,
         is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
-        check_room=service.check_room,
-        observers=service.observers,
-        on_response=lambda method, scope, status: service.metrics.observe_http(method, _route(scope, served), status),
-        rates=service.rates,
+        check_room=models.check_room,
+        observers=front.observers,
+        on_response=lambda method, scope, status: front.metrics.observe_http(method, _route(scope, served), status),
+        rates=front.rates,
     )
 
 
-def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
-    """Build the admin application, wrapped in a gate of its own: every path needs an admin key."""
+def create_admin_app(service: Service, supervisor: Supervisor) -> Gate:
+    """Build the admin application of a server with one model, wrapped in a gate of its own.
+
+    Every path needs an admin key.
+    """
+    front = service.front
     app = FastAPI(
         title="Saccade admin", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )
-    app.include_router(admin.router(service))
+    app.include_router(admin.router(service, supervisor))
     _answer_errors(app)
     document = functools.cache(partial(describe, app, model_name=None, has_keys=True))
     app.openapi = document  # type: ignore[method-assign]
     return Gate(
-        with_body_limits(app, service.body_limits),
-        service.config,
-        keys=keys,
+        with_body_limits(app, partial(_body_limits, front.config, OneModel(service))),
+        front.config,
+        keys=front.keys,
         scope="admin",
         is_public=lambda path: False,
         is_recorded=lambda path: path.startswith("/admin/"),
         check_room=lambda: None,
         observers=[log_request],
         on_response=lambda method, scope, status: None,
-        rates=service.rates,
+        rates=front.rates,
+    )
+
+
+def _body_limits(config: ServeConfig, models: Models, path: str) -> BodyLimits:
+    """Return the limits on the body of a request for this path."""
+    return BodyLimits(
+        max_depth=config.max_json_depth,
+        max_length=models.max_length,
+        max_prompts=config.max_completions if path == "/v1/completions" else 1,
     )
 
 

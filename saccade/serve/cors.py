@@ -34,7 +34,7 @@ def cors_headers(origins: Sequence[str], headers: Mapping[bytes, bytes]) -> list
         return []
     return [
         (b"access-control-allow-origin", b"*" if "*" in origins else origin),
-        (b"access-control-expose-headers", b"retry-after, x-request-id"),
+        (b"access-control-expose-headers", b"retry-after, saccade-version, x-request-id"),
         (b"vary", b"origin"),
         (b"cross-origin-resource-policy", b"cross-origin"),
     ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from saccade.engine.core.time_histogram import TimeHistogram
 
@@ -18,67 +17,38 @@ if TYPE_CHECKING:
     from saccade.engine.core.statistics import Statistics
     from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
     from saccade.serve.admission import Admission
+    from saccade.serve.engine_owner import EngineOwner
 
 _STATES = ("loading", "ready", "restarting", "draining", "failed", "stopped")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class EngineSource(Protocol):
-    """What the metrics read of the supervisor."""
+class ModelCollector:
+    """Exports counters and gauges of one model: its admission, its engine and the engine's workers."""
 
-    @property
-    def loaded_engine(self) -> Engine | None:
-        """The engine in any state; None before it is loaded."""
-
-    @property
-    def num_restarts(self) -> int:
-        """Restarts of the engine core."""
-
-    @property
-    def state(self) -> str:
-        """What the server can do now."""
-
-
-class AdmissionCollector(Collector):
-    """Exports how full the server is, and how many requests it refused."""
-
-    def __init__(self, admission: Callable[[], Admission | None]) -> None:
-        self._admission = admission
-
-    def collect(self) -> Iterator[Metric]:
-        """Return nothing before the engine is loaded."""
-        admission = self._admission()
-        if admission is None:
-            return
-        usage = GaugeMetricFamily(
-            "saccade:admission_usage", "How much of each bound on open requests is in use, 0 to 1.", labels=["bound"]
-        )
-        refused = CounterMetricFamily(
-            "saccade:admission_refusals", "Requests refused with 429 because a bound was reached.", labels=["bound"]
-        )
-        for bound, share in admission.usage.items():
-            usage.add_metric([bound], share)
-        for bound, count in admission.num_refused.items():
-            refused.add_metric([bound], count)
-        yield usage
-        yield refused
-
-
-class EngineCollector(Collector):
-    """Exports counters and gauges of the engine, its workers and processes."""
-
-    def __init__(self, model_name: str, source: EngineSource) -> None:
-        self._model, self._source = model_name, source
+    def __init__(
+        self, labels: Mapping[str, str], owner: EngineOwner, admission: Callable[[], Admission | None]
+    ) -> None:
+        self._labels, self._owner, self._admission = labels, owner, admission
         self._totals = _Totals()
         self._lock = threading.Lock()
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine in any state; None before it is loaded."""
+        return self._owner.loaded_engine
+
     def collect(self) -> Iterator[Metric]:
-        """Return all of them, or the state of the server alone if there is no engine."""
+        """Return all of them, or the state alone if there is no engine."""
         yield self._counter(
-            "saccade:core_restarts", "Times the engine core was started again.", self._source.num_restarts
+            "saccade:core_restarts", "Times the engine core was started again.", self._owner.num_restarts
         )
-        yield self._states()
-        engine = self._source.loaded_engine
+        now = self._owner.state
+        states = {state: float(now == state) for state in _STATES}
+        yield self._gauges("saccade:server_state", "1 for the state the model is in.", "state", states)
+        if (admission := self._admission()) is not None:
+            yield from self._bounds(admission)
+        engine = self.engine
         if engine is None:
             return
         with self._lock:
@@ -87,13 +57,20 @@ class EngineCollector(Collector):
         yield from self._caches(core, engine.statistics, engine.preprocessing_statistics)
         yield from self._pages(engine)
         yield from self._queues(engine)
-        yield self._memory(engine)
 
-    def _states(self) -> Metric:
-        family = GaugeMetricFamily("saccade:server_state", "1 for the state the server is in.", labels=["state"])
-        for state in _STATES:
-            family.add_metric([state], float(self._source.state == state))
-        return family
+    def _bounds(self, admission: Admission) -> Iterator[Metric]:
+        yield self._gauges(
+            "saccade:admission_usage", "How much of each bound on open requests is in use, 0 to 1.", "bound",
+            admission.usage,
+        )  # fmt: skip
+        refused = CounterMetricFamily(
+            "saccade:admission_refusals",
+            "Requests refused with 429 because a bound was reached.",
+            labels=[*self._labels, "bound"],
+        )
+        for bound, count in admission.num_refused.items():
+            refused.add_metric([*self._labels.values(), bound], count)
+        yield refused
 
     def _core(self, core: Mapping[str, int]) -> Iterator[Metric]:
         num_prompt = core["num_prompt_tokens"] + core["num_cached_tokens"]
@@ -167,56 +144,68 @@ class EngineCollector(Collector):
                 TimeHistogram.of_counts(now.queue_counts, now.queue_total_s),
             ),
         ):
-            yield histogram_family(name, documentation, times, self._model)
+            yield self._histogram(name, documentation, times)
 
     def _pages(self, engine: Engine) -> Iterator[Metric]:
         num_free, num_pages = engine.statistics.num_free_pages, engine.num_pages
         used = 0.0 if engine.statistics.num_steps == 0 else 1 - num_free / num_pages
         yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV-cache pages that requests use, 0 to 1.", used)
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Size of the KV cache.", labels=["model_name", "block_size", "num_gpu_blocks"]
+            "vllm:cache_config_info", "Size of the KV cache.", labels=[*self._labels, "block_size", "num_gpu_blocks"]
         )
-        info.add_metric([self._model, str(engine.page_size), str(num_pages)], 1)
+        info.add_metric([*self._labels.values(), str(engine.page_size), str(num_pages)], 1)
         yield info
 
     def _queues(self, engine: Engine) -> Iterator[Metric]:
         core, preprocessing = engine.statistics, engine.preprocessing_statistics
         yield self._gauge("vllm:num_requests_running", "Requests that the engine computes.", core.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot.", core.num_waiting)
-        family = GaugeMetricFamily(
-            "saccade:requests_by_stage", "Requests in each stage of the server.", labels=["model_name", "stage"]
-        )
         stages = {
             "preprocessing": preprocessing.num_unfinished,
             "waiting": core.num_waiting,
             "running": core.num_running,
         }
-        for stage, count in stages.items():
-            family.add_metric([self._model, stage], count)
-        yield family
+        yield self._gauges("saccade:requests_by_stage", "Requests in each stage of the server.", "stage", stages)
 
-    def _memory(self, engine: Engine) -> Metric:
-        family = GaugeMetricFamily(
-            "saccade:process_resident_memory_bytes",
-            "Resident memory of the server's processes; memory that they share counts for each.",
-            labels=["process"],
-        )
-        pids = {"front": [os.getpid()], "workers": engine.worker_pids}
-        if engine.core_pid is not None:
-            pids["core"] = [engine.core_pid]
-        for process, members in pids.items():
-            family.add_metric([process], sum(map(_resident_bytes, members)))
-        return family
+    # -------------------------------------------------------------- metrics with the labels of the model
 
     def _counter(self, name: str, documentation: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, documentation, labels=["model_name"])
-        family.add_metric([self._model], value)
+        family = CounterMetricFamily(name, documentation, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
         return family
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, documentation, labels=["model_name"])
-        family.add_metric([self._model], value)
+        family = GaugeMetricFamily(name, documentation, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
         return family
+
+    def _gauges(self, name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:
+        """Return a gauge with one more label, and its values by that label."""
+        family = GaugeMetricFamily(name, documentation, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+    def _histogram(self, name: str, documentation: str, times: TimeHistogram) -> Metric:
+        family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), list(times.cumulative()), times.total_s)
+        return family
+
+
+def memory_of(engines: Iterable[Engine]) -> Metric:
+    """Return the resident memory of this process and those of all engines."""
+    family = GaugeMetricFamily(
+        "saccade:process_resident_memory_bytes",
+        "Resident memory of the server's processes; memory that they share counts for each.",
+        labels=["process"],
+    )
+    engines = list(engines)
+    pids = {"front": [os.getpid()], "workers": [pid for engine in engines for pid in engine.worker_pids]}
+    if cores := [engine.core_pid for engine in engines if engine.core_pid is not None]:
+        pids["core"] = cores
+    for process, members in pids.items():
+        family.add_metric([process], sum(map(_resident_bytes, members)))
+    return family
 
 
 class _Totals:
@@ -241,10 +230,3 @@ def _resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return 0
-
-
-def histogram_family(name: str, documentation: str, times: TimeHistogram, model_name: str) -> Metric:
-    """Return a `TimeHistogram` as a metric."""
-    family = HistogramMetricFamily(name, documentation, labels=["model_name"])
-    family.add_metric([model_name], list(times.cumulative()), times.total_s)
-    return family

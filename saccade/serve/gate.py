@@ -224,6 +224,8 @@ class _Response:
             present = {name for name, _ in headers}
             headers += [header for header in _HEADERS if header[0] not in present]
             headers.append((b"x-request-id", self._record.id.encode()))
+            if self._record.version is not None:
+                headers.append((b"saccade-version", self._record.version.encode()))
             message = {**message, "headers": headers}
         await self._send(message)
 

@@ -3,7 +3,8 @@
     every INTERVAL_S: registry -> MetricsHistory.record -> sample, the oldest is dropped -> since -> /metrics/history
 
 A sample has the values of gauges, and what counters and histograms gained since the previous sample. Names are those of
-`/metrics`, summed over labels; a metric that the server does not have yet is null.
+`/metrics`, summed over labels (shares: the largest); a metric that the server does not have yet is null. What a counter
+gained is computed by label, so that a model that is removed takes nothing away.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,12 @@ HISTOGRAMS = (
 """Histograms, recorded by the observations that each bucket gained."""
 
 
+_SHARES = frozenset({"vllm:kv_cache_usage_perc"})
+"""Gauges from 0 to 1."""
+_Series = tuple[str, tuple[tuple[str, str], ...]]
+"""Name and labels of what Prometheus counts by itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
     at: float
@@ -74,8 +81,8 @@ class MetricsHistory:
 
     def __init__(self, *, capacity: int = CAPACITY) -> None:
         self._samples: deque[_Sample] = deque(maxlen=capacity)
-        self._totals: dict[str, float] = {}
-        self._buckets: dict[str, list[float]] = {}
+        self._totals: dict[_Series, float] = {}
+        self._buckets: dict[_Series, list[float]] = {}
         self._bounds: dict[str, list[float]] = {}
 
     async def run(self, collect: Callable[[], Iterable[Metric]]) -> None:
@@ -93,19 +100,18 @@ class MetricsHistory:
 
     def record(self, at: float, families: Iterable[Metric]) -> None:
         """Add a sample of the metrics at the Unix time `at`."""
-        totals, buckets = _read(families)
-        increases = {
-            name: None if name not in totals else _increase(self._totals.get(name, 0), totals[name])
-            for name in INCREASES
-        }
-        observations = {}
-        for name, counts in buckets.items():
-            self._bounds[name] = list(counts)
-            cumulative = list(counts.values())
-            observations[name] = _gained(self._buckets.get(name, [0] * len(cumulative)), cumulative)
-            self._buckets[name] = cumulative
+        values, totals, buckets = _read(families)
+        increases: dict[str, float | None] = dict.fromkeys(INCREASES)
+        for series, total in totals.items():
+            increases[series[0]] = (increases[series[0]] or 0) + _increase(self._totals.get(series, 0), total)
+        gained: dict[str, Counter[int]] = {}
+        for series, counts in buckets.items():
+            self._bounds[series[0]] = list(counts)
+            before = self._buckets.get(series, [0] * len(counts))
+            gained.setdefault(series[0], Counter()).update(_gained(before, list(counts.values())))
         self._totals = totals
-        values = {name: totals.get(name) for name in VALUES}
+        self._buckets = {series: list(counts.values()) for series, counts in buckets.items()}
+        observations = {name: sorted(counts.items()) for name, counts in gained.items()}
         self._samples.append(_Sample(at=round(at, 3), values=values, increases=increases, observations=observations))
 
     def since(self, after: float) -> dict[str, Any]:
@@ -129,22 +135,33 @@ class MetricsHistory:
         }
 
 
-def _read(families: Iterable[Metric]) -> tuple[dict[str, float], dict[str, dict[float, float]]]:
-    """Return the totals of the metrics, and the cumulative counts of the histograms by upper bound."""
-    totals: dict[str, float] = {}
-    buckets: dict[str, dict[float, float]] = {}
+def _read(
+    families: Iterable[Metric],
+) -> tuple[dict[str, float | None], dict[_Series, float], dict[_Series, dict[float, float]]]:
+    """Return the gauges, the totals of counters, and the cumulative counts of histograms by upper bound."""
+    values: dict[str, float | None] = dict.fromkeys(VALUES)
+    totals: dict[_Series, float] = {}
+    buckets: dict[_Series, dict[float, float]] = {}
     for family in families:
         for sample in family.samples:
-            if sample.name in _TOTALS:
-                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+            if sample.name in values:
+                so_far = values[sample.name] or 0
+                is_share = sample.name in _SHARES
+                values[sample.name] = max(so_far, sample.value) if is_share else so_far + sample.value
+            elif sample.name in _INCREASES:
+                totals[_series(sample.name, sample.labels)] = sample.value
             elif family.name in _HISTOGRAMS and sample.name == f"{family.name}_bucket":
-                counts = buckets.setdefault(family.name, {})
-                bound = float(sample.labels["le"])
-                counts[bound] = counts.get(bound, 0) + sample.value
-    return totals, buckets
+                labels = {name: value for name, value in sample.labels.items() if name != "le"}
+                counts = buckets.setdefault(_series(family.name, labels), {})
+                counts[float(sample.labels["le"])] = sample.value
+    return values, totals, buckets
 
 
-_TOTALS = frozenset((*VALUES, *INCREASES))
+def _series(name: str, labels: Mapping[str, str]) -> _Series:
+    return name, tuple(sorted(labels.items()))
+
+
+_INCREASES = frozenset(INCREASES)
 _HISTOGRAMS = frozenset(HISTOGRAMS)
 
 
@@ -153,8 +170,8 @@ def _increase(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-def _gained(before: list[float], now: list[float]) -> list[tuple[int, int]]:
-    """Return the buckets that gained observations, from cumulative counts; a restarted histogram counts from zero."""
+def _gained(before: list[float], now: list[float]) -> dict[int, int]:
+    """Return what buckets gained, from cumulative counts; a restarted histogram counts from zero."""
     grown = [max(0, b - a) for a, b in zip(before, now, strict=True)] if now[-1] >= before[-1] else now
     counts = [int(b - a) for a, b in zip([0, *grown], grown, strict=False)]
-    return [(bucket, count) for bucket, count in enumerate(counts) if count > 0]
+    return {bucket: count for bucket, count in enumerate(counts) if count > 0}

@@ -20,6 +20,10 @@ class RequestRecord:
     id: str
     route: str
     """Path of the endpoint."""
+    model: str = ""
+    """Name of the model that was chosen; empty: the request was refused before."""
+    version: str | None = None
+    """Version of the model; None: it has no versions."""
     key_name: str = ""
     """Name of the API key; empty without keys."""
     arrived_at: float = field(default_factory=time.perf_counter)
@@ -49,8 +53,14 @@ class RequestRecord:
     adapter: str | None = None
     """Name of the LoRA adapter; None: the base model."""
     user: str | None = None
+    """User that the request names."""
     traceparent: str | None = None
     """Trace that the request belongs to, in W3C form."""
+
+    @property
+    def sticky_user(self) -> str:
+        """Identity that always gets the same version: the named user, else the API key, else the request alone."""
+        return self.user or self.key_name or self.id
 
     @property
     def duration_s(self) -> float:
@@ -79,7 +89,8 @@ class RequestRecord:
             "ms_per_token": None if self.ms_per_token is None else round(self.ms_per_token, 2),
             "total_ms": round(self.duration_s * 1e3, 1),
         }
-        named = {"adapter": self.adapter, "user": self.user}
+        chosen = {} if self.version is None else {"model": self.model, "version": self.version}
+        named = chosen | {"adapter": self.adapter, "user": self.user}
         return fields | {name: value for name, value in named.items() if value is not None}
 
 

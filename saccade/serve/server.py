@@ -29,9 +29,11 @@ from saccade.model.families import family_of
 from saccade.processor import MediaLimits
 from saccade.serve.app import create_admin_app, create_app
 from saccade.serve.config import ServeConfig
+from saccade.serve.front import Front
 from saccade.serve.gate import Gate
 from saccade.serve.http_protocol import guarded_protocol
 from saccade.serve.keys import KeyRing
+from saccade.serve.models import OneModel
 from saccade.serve.remote_media import RemoteMedia
 from saccade.serve.service import Service
 from saccade.serve.supervisor import Supervisor
@@ -75,25 +77,26 @@ def serve(
         Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits, adapters=adapters
     )
     supervisor = Supervisor(load, max_restarts=config.max_restarts, backoff_s=config.restart_backoff_s)
+    front = Front(config=config, keys=keys, remote_media=remote_media)
     service = Service(
-        config=config,
+        front=front,
         engine_config=engine_config,
         model_name=config.model_name or checkpoint.resolve().name,
-        supervisor=supervisor,
-        remote_media=remote_media,
+        owner=supervisor,
     )
-    gate = create_app(service, keys)
+    only_model = service.model_name if engine_config.max_adapters == 0 else None
+    gate = create_app(front, OneModel(service), only_model=only_model)
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(contextlib.closing(listen(config.host, config.port)))]
         gates = [gate]
         if config.admin_port is not None:
             sockets.append(opened.enter_context(contextlib.closing(listen(_ADMIN_HOST, config.admin_port))))
-            gates.append(create_admin_app(service, keys))
-        opened.enter_context(_traced(service))
+            gates.append(create_admin_app(service, supervisor))
+        opened.enter_context(traced(front, service.model_name))
         _set_up_uvicorn_log()
         on_listening(*[f"http://{_spell(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets])
-        listeners = [_Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
-        lifecycle = _Lifecycle(service, gate, listeners)
+        listeners = [Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
+        lifecycle = _Lifecycle(service, supervisor, gate, listeners)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(lifecycle.run())
     if lifecycle.is_interrupted:
@@ -105,13 +108,13 @@ def serve(
 
 
 @contextlib.contextmanager
-def _traced(service: Service) -> Iterator[None]:
-    """Export spans of all requests, if an endpoint is configured."""
-    if service.config.otlp_endpoint is None:
+def traced(front: Front, model_name: str | None = None) -> Iterator[None]:
+    """Export spans of all requests, if an endpoint is configured. `model_name` is the only model, if there is one."""
+    if front.config.otlp_endpoint is None:
         yield
         return
-    tracer = RequestTracer(service.model_name, otlp_provider(service.config.otlp_endpoint))
-    service.observers.append(tracer.observe)
+    tracer = RequestTracer(model_name, otlp_provider(front.config.otlp_endpoint))
+    front.observers.append(tracer.observe)
     try:
         yield
     finally:
@@ -188,7 +191,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _Listener(uvicorn.Server):
+class Listener(uvicorn.Server):
     """uvicorn for one application, with our connection limits. `_Lifecycle` handles signals."""
 
     def __init__(self, config: ServeConfig, gate: Gate, listening: socket.socket) -> None:
@@ -226,41 +229,41 @@ class _Listener(uvicorn.Server):
 class _Lifecycle:
     """Runs the listeners, drains and stops them."""
 
-    def __init__(self, service: Service, gate: Gate, listeners: Sequence[_Listener]) -> None:
+    def __init__(self, service: Service, supervisor: Supervisor, gate: Gate, listeners: Sequence[Listener]) -> None:
         """`gate` counts the requests that a drain waits for."""
-        self._service, self._gate, self._listeners = service, gate, listeners
+        self._service, self._supervisor, self._gate, self._listeners = service, supervisor, gate, listeners
         self._draining: asyncio.Task[None] | None = None
         self.is_interrupted = False
         """Whether a Ctrl-C has ended the server while the model was loading."""
 
     async def run(self) -> None:
         """Run until a signal, or until the engine has failed for good."""
-        loop, supervisor = asyncio.get_running_loop(), self._service.supervisor
+        loop, supervisor, front = asyncio.get_running_loop(), self._supervisor, self._service.front
         supervisor.on_failed = lambda: _post(loop, self._quit)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         supervisor.start()
-        recording = asyncio.create_task(self._service.history.run(self._service.metrics.collect))
+        recording = asyncio.create_task(front.record_history())
         try:
             await asyncio.gather(*[listener.listen() for listener in self._listeners])
         finally:
             recording.cancel()
-            await self._service.close()
+            await front.close()
             await asyncio.to_thread(supervisor.stop)
 
     def _on_signal(self, number: int) -> None:
-        is_loading = self._service.supervisor.state == "loading"
+        is_loading = self._supervisor.state == "loading"
         if is_loading or self._draining is not None:
             self.is_interrupted = is_loading and number == signal.SIGINT
             self._quit()
             return
         logger.info("draining: no new requests; those in progress finish. A second signal quits")
-        self._service.supervisor.drain()
+        self._supervisor.drain()
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         """Wait for requests in progress, cancel those that take too long, and stop."""
-        deadline = time.monotonic() + self._service.config.drain_timeout_s
+        deadline = time.monotonic() + self._service.front.config.drain_timeout_s
         while self._gate.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._gate.num_open:

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the limits, and how a request is submitted to the engine."""
+"""One served model: its engine, its admission, and how a request is submitted to the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -21,19 +21,15 @@ from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
 from saccade.serve.admission import Admission, AdmissionLimits, Demand
-from saccade.serve.body_limits import BodyLimits
-from saccade.serve.config import ServeConfig
 from saccade.serve.counted_request import CountedRequest, overloaded
+from saccade.serve.engine_owner import EngineOwner
 from saccade.serve.errors import ApiError, bad_request
+from saccade.serve.front import Front
 from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
 from saccade.serve.keys import ApiKey
-from saccade.serve.metrics import ServerMetrics
-from saccade.serve.metrics_history import MetricsHistory
 from saccade.serve.prompt_input import PromptInput, text_input
-from saccade.serve.rate_limit import RateLimiter
-from saccade.serve.record import Observer, RequestRecord, log_request
-from saccade.serve.remote_media import RemoteMedia
-from saccade.serve.supervisor import Supervisor
+from saccade.serve.protocol.models import ServedModel
+from saccade.serve.record import RequestRecord
 
 _Result = TypeVar("_Result")
 _MIN_TIMEOUT_S = 1e-3
@@ -41,28 +37,20 @@ _MIN_TIMEOUT_S = 1e-3
 
 @dataclass(kw_only=True)
 class Service:
-    """One served model. Used in the event loop."""
+    """One served model, or one version of it. Used in the event loop."""
 
-    config: ServeConfig
-    """Limits of the server."""
+    front: Front
+    """What it shares with other models."""
     engine_config: EngineConfig
     """Sizes of the engine."""
     model_name: str
     """Name of the model in requests and answers."""
-    supervisor: Supervisor
+    version: str | None = None
+    """Version of the model. None: it has no versions."""
+    owner: EngineOwner
     """Owner of the engine."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time of the start."""
-    remote_media: RemoteMedia | None = None
-    """Fetches images and videos by URL; None: such requests are refused."""
-    rates: RateLimiter = field(default_factory=RateLimiter)
-    """Rate limits of the keys."""
-    observers: list[Observer] = field(default_factory=lambda: [log_request])
-    """Called with every request that has ended."""
-    metrics: ServerMetrics = field(init=False)
-    """Counters and histograms."""
-    history: MetricsHistory = field(default_factory=MetricsHistory)
-    """Metrics of the last half hour."""
+    """Unix time since when it is served."""
     generations: set[Generation] = field(default_factory=set)
     """Generations in progress."""
     _hub: DeltaHub | None = None
@@ -71,32 +59,48 @@ class Service:
     """Counts open requests; made when the engine is loaded."""
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.model_name, self.supervisor, lambda: self._admission)
-        self.observers.append(self.metrics.observe)
+        self.front.metrics.add(self.model_name, self.version, self.owner, lambda: self._admission)
+
+    def close(self) -> None:
+        """Cancel all requests in progress, and export no metrics any more."""
+        self.cancel_all()
+        self.front.metrics.remove(self.model_name, self.version)
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint that changes with the model and the version of the server."""
-        return "fp_" + hashlib.sha256(f"{self.model_name} {__version__}".encode()).hexdigest()[:10]
+        """A fingerprint that changes with the model and the version of either the model or the server."""
+        names = [self.model_name, __version__] if self.version is None else [self.model_name, self.version, __version__]
+        return "fp_" + hashlib.sha256(" ".join(names).encode()).hexdigest()[:10]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises an error for the client if requests cannot be served."""
+        return self.owner.engine
 
     @property
     def processor(self) -> Processor:
         """The checkpoint's tokenizer and image processor."""
-        engine = self.supervisor.loaded_engine
+        engine = self.owner.loaded_engine
         if engine is None:
-            raise self.supervisor.refusal()
+            raise self.owner.refusal()
         return engine.processor
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum tokens of prompt and output together; None before the engine is loaded."""
+        engine = self.owner.loaded_engine
+        return None if engine is None else engine.max_length
 
     @property
     def admission(self) -> Admission | None:
         """Counts of the open requests in each stage; None before the engine is loaded."""
-        engine = self.supervisor.loaded_engine
+        engine = self.owner.loaded_engine
         if self._admission is None and engine is not None:
             self._admission = Admission(self._admission_limits(engine))
         return self._admission
 
     def _admission_limits(self, engine: Engine) -> AdmissionLimits:
-        config = self.config
+        config = self.front.config
         return AdmissionLimits(
             max_running=self.engine_config.max_requests,
             max_queued=config.max_queued_requests,
@@ -110,37 +114,20 @@ class Service:
     @property
     def adapter_names(self) -> list[str]:
         """LoRA adapters that are served as models of their own."""
-        engine = self.supervisor.loaded_engine
+        engine = self.owner.loaded_engine
         return [] if engine is None else list(engine.adapters)
 
-    def check_model(self, name: str) -> str | None:
-        """Return the adapter that a model's name stands for; None: the base model. Other names are refused."""
-        if name == self.model_name:
-            return None
-        if name in (adapters := self.adapter_names):
-            return name
-        known = ", ".join(repr(one) for one in [self.model_name, *adapters][:16])
-        raise ApiError(
-            404, f"the model {name[:100]!r} is not served here; use {known}", code="model_not_found", param="model"
-        )
-
-    async def close(self) -> None:
-        """Close connections to other servers."""
-        if self.remote_media is not None:
-            await self.remote_media.close()
-
-    def body_limits(self, path: str) -> BodyLimits:
-        """Return the limits on the body of a request for this path."""
-        engine = self.supervisor.loaded_engine
-        return BodyLimits(
-            max_depth=self.config.max_json_depth,
-            max_length=None if engine is None else engine.max_length,
-            max_prompts=self.config.max_completions if path == "/v1/completions" else 1,
-        )
+    def listed(self) -> list[ServedModel]:
+        """Return the model and its adapters as `/v1/models` lists them."""
+        common: dict[str, Any] = {
+            "object": "model", "created": self.created, "owned_by": "saccade", "max_model_len": self.max_length
+        }  # fmt: skip
+        adapted = [ServedModel(id=name, parent=self.model_name, **common) for name in self.adapter_names]
+        return [ServedModel(id=self.model_name, parent=None, **common), *adapted]
 
     def check_room(self) -> None:
         """Refuse a request before its body is read, if no request could be served now."""
-        _ = self.supervisor.engine
+        _ = self.engine
         if (admission := self.admission) is not None and (refusal := admission.is_full(time.monotonic())) is not None:
             raise overloaded(admission, refusal)
 
@@ -159,11 +146,11 @@ class Service:
         structured_field: str | None = None,
     ) -> Generation:
         """Admit a request and submit it to the engine; each prompt gets a completion per sampling."""
-        engine, record, key = self.supervisor.engine, request.state.record, request.state.key
+        engine, record, key = self.engine, request.state.record, request.state.key
         demand = _demand(prompts, samplings)
         opened = self._open(request, prompts, demand)
         record.is_streamed, record.max_tokens = streams, demand.max_tokens
-        record.num_images, record.adapter = demand.num_images, adapter
+        record.num_images = demand.num_images
         if self._hub is None:
             self._hub = DeltaHub(asyncio.get_running_loop())
 
@@ -175,7 +162,7 @@ class Service:
             engine,
             self._hub,
             record,
-            max_unsent_tokens=self.config.max_unsent_tokens,
+            max_unsent_tokens=self.front.config.max_unsent_tokens,
             on_end=end,
             structured_field=structured_field,
         )
@@ -185,15 +172,15 @@ class Service:
             options = RequestOptions(
                 priority=priority or 0,
                 salt=salt,
-                queue_timeout_s=_remaining(record, self.config.queue_timeout_s),
-                timeout_s=_remaining(record, self.config.request_timeout_s),
+                queue_timeout_s=_remaining(record, self.front.config.queue_timeout_s),
+                timeout_s=_remaining(record, self.front.config.request_timeout_s),
                 adapter=adapter,
             )
             generation.start(futures, samplings, options, streams=streams)
         except UserError as error:
             opened.close()
             if engine.has_failed:
-                raise self.supervisor.refusal() from error
+                raise self.owner.refusal() from error
             raise bad_request(str(error)) from error
         except BaseException:
             opened.close()
@@ -203,13 +190,13 @@ class Service:
 
     async def encode(self, request: Request, text: str) -> list[int]:
         """Return the tokens of a plain text, for a request that generates nothing."""
-        engine = self.supervisor.engine
+        engine = self.engine
         with self._opened(request, text_input(engine, text)):
             return await self._in_time(request, asyncio.wrap_future(engine.encode_text(text)))
 
     async def preprocess(self, request: Request, prompt: PromptInput) -> TokenPrompt:
         """Return a preprocessed prompt, for a request that generates nothing."""
-        engine, salt = self.supervisor.engine, _salt(request.state.key, None)
+        engine, salt = self.engine, _salt(request.state.key, None)
         with self._opened(request, prompt) as opened:
             [future] = await self._preprocess(request, opened, engine, [prompt], salt)
             return await self._in_time(request, asyncio.wrap_future(future))
@@ -235,20 +222,21 @@ class Service:
     def _open(self, request: Request, prompts: Sequence[PromptInput], demand: Demand) -> CountedRequest:
         """Admit a request, or refuse it."""
         for prompt in prompts:
-            prompt.check_length(self.supervisor.engine.max_length)
+            prompt.check_length(self.engine.max_length)
         key, admission, now = request.state.key, self.admission, time.monotonic()
         assert admission is not None, "there is an engine"
         if (refusal := admission.refusal(demand, now)) is not None:
             raise overloaded(admission, refusal)
         num_tokens = admission.estimated_tokens(demand)
-        if key is not None and (wait_s := self.rates.take_tokens(key, num_tokens, now)):
+        if key is not None and (wait_s := self.front.rates.take_tokens(key, num_tokens, now)):
             raise ApiError(
                 429,
                 f"the key {key.name} may use {key.tokens_per_minute} tokens per minute; try again in {wait_s:.1f} s",
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
             )
-        return CountedRequest(admission, admission.admit(demand), self.rates, request.state.record, key, num_tokens)
+        admitted, rates = admission.admit(demand), self.front.rates
+        return CountedRequest(admission, admitted, rates, request.state.record, key, num_tokens)
 
     async def _preprocess(
         self, request: Request, opened: CountedRequest, engine: Engine, prompts: Sequence[PromptInput], salt: bytes
@@ -263,7 +251,7 @@ class Service:
     async def _in_time(self, request: Request, work: asyncio.Future[_Result]) -> _Result:
         """Return the result of some work. It is cancelled when the client leaves or the request waited too long."""
         try:
-            async with asyncio.timeout(_remaining(request.state.record, self.config.queue_timeout_s)):
+            async with asyncio.timeout(_remaining(request.state.record, self.front.config.queue_timeout_s)):
                 return await unless_disconnected(work, request.receive)
         except TimeoutError as error:
             raise ApiError(504, "the request did not start within its time limit", code="timeout") from error

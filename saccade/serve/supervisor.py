@@ -13,29 +13,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from saccade.engine import Engine
+from saccade.serve.engine_owner import State, refusal_of
 from saccade.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _WINDOW_S = 600.0
 """Window in which restarts are counted."""
 _MAX_BACKOFF_S = 60.0
 _STOP_S = 15.0
-_REFUSALS: dict[State, tuple[str, str, float]] = {
-    "loading": ("the model is being loaded", "loading", 5.0),
-    "restarting": ("the engine is being restarted", "engine_restarting", 5.0),
-    "draining": ("the server is draining and takes no new requests", "draining", 10.0),
-    "failed": ("the engine has failed", "engine_failed", 60.0),
-    "stopped": ("the server is shutting down", "draining", 10.0),
-}
 
 
 class Supervisor:
-    """Owns the engine. State changes are made by its thread and by `drain` and `stop`; any thread may read."""
+    """An `EngineOwner` that loads its engine. Its thread, `drain` and `stop` change the state; any thread may read."""
 
     def __init__(self, load: Callable[[], Engine], *, max_restarts: int, backoff_s: float) -> None:
         """`load` loads and warms up the engine."""
@@ -81,8 +73,7 @@ class Supervisor:
 
     def refusal(self) -> ApiError:
         """Return the error that says why requests cannot be served now."""
-        message, code, retry_after_s = _REFUSALS.get(self.state, _REFUSALS["restarting"])
-        return ApiError(503, f"{message}; try again later", code=code, retry_after_s=retry_after_s)
+        return refusal_of(self.state)
 
     def start(self) -> None:
         """Begin loading."""

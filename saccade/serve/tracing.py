@@ -45,7 +45,8 @@ def otlp_provider(endpoint: str) -> TracerProvider:
 class RequestTracer:
     """Makes the spans of each request that has ended."""
 
-    def __init__(self, model_name: str, provider: TracerProvider) -> None:
+    def __init__(self, model_name: str | None, provider: TracerProvider) -> None:
+        """`model_name` is the model of requests that were refused before one was chosen."""
         self._model, self._provider = model_name, provider
         self._tracer = provider.get_tracer("saccade.serve")
 
@@ -58,7 +59,7 @@ class RequestTracer:
         parent = TraceContextTextMapPropagator().extract(carrier)
         clock = _WallClock()
         span = self._tracer.start_span(
-            f"{_OPERATIONS.get(record.route, record.route)} {self._model}",
+            " ".join(filter(None, (_OPERATIONS.get(record.route, record.route), record.model or self._model))),
             context=parent,
             kind=trace.SpanKind.SERVER,
             attributes=self._attributes(record),
@@ -77,11 +78,9 @@ class RequestTracer:
         self._provider.shutdown()
 
     def _attributes(self, record: RequestRecord) -> dict[str, Any]:
-        attributes = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": _OPERATIONS.get(record.route, "other"),
             "gen_ai.provider.name": "saccade",
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
             "gen_ai.response.id": record.id,
             "gen_ai.request.max_tokens": record.max_tokens,
             "gen_ai.request.choice.count": record.num_completions,
@@ -93,6 +92,10 @@ class RequestTracer:
             "http.route": record.route,
             "http.response.status_code": record.status,
         }
+        if model := record.model or self._model:
+            attributes |= {"gen_ai.request.model": model, "gen_ai.response.model": model}
+        if record.version is not None:
+            attributes["saccade.model.version"] = record.version
         if record.ending:
             attributes["gen_ai.response.finish_reasons"] = (record.ending,)
         if record.first_token_s is not None:

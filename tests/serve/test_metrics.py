@@ -150,6 +150,26 @@ def test_the_history_of_a_restarted_counter_counts_from_zero():
     assert recorded["histograms"]["vllm:time_to_first_token_seconds"]["observations"] == [[(0, 3)], [(0, 1)]]
 
 
+def test_the_history_loses_nothing_when_a_model_is_removed():
+    history, registry = MetricsHistory(), CollectorRegistry()
+    tokens = Counter("vllm:generation_tokens", "Tokens.", ["model_name"], registry=registry)
+    first = Histogram("vllm:time_to_first_token_seconds", "Seconds.", ["model_name"], buckets=(1,), registry=registry)
+    pages = Gauge("vllm:kv_cache_usage_perc", "Share.", ["model_name"], registry=registry)
+    for number, models in enumerate((["old", "new"], ["new"], ["old", "new"])):
+        for model in models:
+            tokens.labels(model).inc(100 if model == "old" else 1)
+            first.labels(model).observe(0.5)
+            pages.labels(model).set(0.6 if model == "old" else 0.7)
+        if "old" not in models:
+            for metric in (tokens, first, pages):
+                metric.remove("old")
+        history.record(number, registry.collect())
+    recorded = history.since(-1)
+    assert recorded["increases"]["vllm:generation_tokens_total"] == [101, 1, 101]
+    assert recorded["histograms"]["vllm:time_to_first_token_seconds"]["observations"] == [[(0, 2)], [(0, 1)], [(0, 2)]]
+    assert recorded["values"]["vllm:kv_cache_usage_perc"] == [0.7] * 3
+
+
 def test_the_server_records_its_metrics_before_anyone_asks(server):
     before = wait_until_idle(server)
     server.chunks("something to record", ignore_eos=True)

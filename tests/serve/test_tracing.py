@@ -16,8 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from saccade.engine import EngineConfig
 from saccade.errors import ConfigError
 from saccade.serve import ServeConfig, create_app
+from saccade.serve.front import Front
+from saccade.serve.models import OneModel
 from saccade.serve.record import RequestRecord
-from saccade.serve.server import _traced
+from saccade.serve.server import traced
 from saccade.serve.service import Service
 from saccade.serve.supervisor import Supervisor
 from saccade.serve.tracing import RequestTracer, otlp_provider
@@ -126,7 +128,7 @@ def test_spans_reach_a_collector_over_http():
 
 def test_a_server_with_an_endpoint_exports_every_request_and_one_without_exports_none():
     async def ask(service):
-        app = create_app(service, None)
+        app = create_app(service.front, OneModel(service))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
             return await client.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
@@ -135,8 +137,9 @@ def test_a_server_with_an_endpoint_exports_every_request_and_one_without_exports
         for endpoint in (url, None):
             supervisor = Supervisor(lambda: None, max_restarts=0, backoff_s=1)  # refused, since the server is loading
             config = ServeConfig(otlp_endpoint=endpoint)
-            service = Service(config=config, engine_config=EngineConfig(), model_name="tiny", supervisor=supervisor)
-            with _traced(service):
+            front = Front(config=config)
+            service = Service(front=front, engine_config=EngineConfig(), model_name="tiny", owner=supervisor)
+            with traced(front, "tiny"):
                 assert asyncio.run(ask(service)).status_code == 503
     [span] = spans
     assert span.trace_id.hex() == PARENT.split("-")[1]

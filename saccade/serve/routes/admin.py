@@ -21,6 +21,7 @@ from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import errors
 from saccade.serve.protocol.common import Wire
 from saccade.serve.service import Service
+from saccade.serve.supervisor import Supervisor
 
 _ERRORS = errors(400, 401, 408, 413, 415, 429, 503)
 
@@ -55,17 +56,17 @@ class Done(Wire):
     """State of the server."""
 
 
-def router(service: Service) -> APIRouter:
-    """Return all admin routes."""
+def router(service: Service, supervisor: Supervisor) -> APIRouter:
+    """Return all admin routes of a server with one model, whose engine the supervisor owns."""
     routes = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
     profiling = asyncio.Lock()
 
     def done() -> Response:
-        return Response(orjson.dumps({"status": service.supervisor.state}), media_type="application/json")
+        return Response(orjson.dumps({"status": supervisor.state}), media_type="application/json")
 
     @routes.get("/status", responses=_ERRORS, summary="State, queues and counters", response_model=dict[str, Any])
     async def status() -> Response:
-        return Response(orjson.dumps(_status(service)), media_type="application/json")
+        return Response(orjson.dumps(_status(service, supervisor)), media_type="application/json")
 
     @routes.post("/log-level", response_model=Done, responses=_ERRORS, summary="Change the log level of the front end")
     async def set_log_level(body: LogLevel) -> Response:
@@ -74,24 +75,24 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/drain", response_model=Done, responses=_ERRORS, summary="Refuse new requests; the server stays up")
     async def drain() -> Response:
-        service.supervisor.drain()
+        supervisor.drain()
         return done()
 
     @routes.post("/resume", response_model=Done, responses=_ERRORS, summary="Accept requests again after a drain")
     async def resume() -> Response:
-        service.supervisor.resume()
+        supervisor.resume()
         return done()
 
     @routes.post("/flush-caches", response_model=Done, responses=_ERRORS, summary="Forget prefixes and images")
     async def flush_caches() -> Response:
-        service.supervisor.engine.flush_caches()
+        service.engine.flush_caches()
         return done()
 
     @routes.post("/adapters", response_model=Done, responses=_ERRORS, summary="Serve a LoRA adapter as a model")
     async def add_adapter(body: AdapterRequest) -> Response:
         if body.name == service.model_name:
             raise bad_request("name is that of the base model; choose another one", param="name")
-        await _change_adapters(partial(service.supervisor.engine.add_adapter, body.name, body.folder))
+        await _change_adapters(partial(service.engine.add_adapter, body.name, body.folder))
         return done()
 
     @routes.delete(
@@ -99,12 +100,12 @@ def router(service: Service) -> APIRouter:
         summary="Take no new requests for an adapter; those that run end as usual",
     )  # fmt: skip
     async def remove_adapter(name: str) -> Response:
-        await _change_adapters(partial(service.supervisor.engine.remove_adapter, name))
+        await _change_adapters(partial(service.engine.remove_adapter, name))
         return done()
 
     @routes.post("/profile", responses=_ERRORS, summary="Profile the live core", response_model=dict[str, Any])
     async def profile(body: ProfileRequest) -> Response:
-        engine = service.supervisor.engine
+        engine = service.engine
         if profiling.locked():
             raise ApiError(429, "a profile is in progress; try again later", code="overloaded", retry_after_s=5)
         async with profiling:
@@ -127,8 +128,8 @@ async def _change_adapters(change: Callable[[], None]) -> None:
         raise bad_request(str(error)) from error
 
 
-def _status(service: Service) -> dict[str, Any]:
-    supervisor, engine, admission = service.supervisor, service.supervisor.loaded_engine, service.admission
+def _status(service: Service, supervisor: Supervisor) -> dict[str, Any]:
+    engine, admission = supervisor.loaded_engine, service.admission
     found: dict[str, Any] = {
         "status": supervisor.state,
         "model": service.model_name,

@@ -18,6 +18,7 @@ from saccade.serve.errors import bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import chat_logprobs, prompt_logprobs
+from saccade.serve.models import Models, choose_model
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.prompt_input import conversation_input
 from saccade.serve.protocol.chat import ChatCompletion, ChatRequest
@@ -37,7 +38,7 @@ from saccade.serve.tool_choice import ToolChoice, choose_tools
 from saccade.serve.tool_prompt import with_tools_described
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(tags=["chat"], route_class=JsonRoute)
 
@@ -48,7 +49,7 @@ def router(service: Service) -> APIRouter:
         summary="Answer a conversation",
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        adapter = service.check_model(body.model)
+        service, adapter = choose_model(models, body.model, request, user=body.user)
         generation, tool_names = await _start(service, body, request, adapter)
         answer = _ChatWriter(service, body, request.state.record, generation, tool_names)
         return await answer.respond(request.receive, streams=body.stream or False)
@@ -60,8 +61,8 @@ async def _start(
     service: Service, body: ChatRequest, request: Request, adapter: str | None
 ) -> tuple[Generation, frozenset[str]]:
     """Check what the schema cannot, and submit the request; return the names of the tools that it may call too."""
-    if len(body.messages) > service.config.max_messages:
-        raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
+    if len(body.messages) > service.front.config.max_messages:
+        raise bad_request(f"messages has more than {service.front.config.max_messages} entries", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is only allowed with logprobs", param="top_logprobs")
     continues = body.continue_final_message or False
@@ -73,19 +74,18 @@ async def _start(
     structured_field = structured_field_of(body.response_format, body.structured_outputs, choice.structured)
     samplings = samplings_of(
         body,
-        max_tokens=body.max_completion_tokens or body.max_tokens or service.supervisor.engine.max_length,
-        max_completions=service.config.max_completions,
+        max_tokens=body.max_completion_tokens or body.max_tokens or service.engine.max_length,
+        max_completions=service.front.config.max_completions,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         response_format=body.response_format,
         tool_grammar=choice.structured,
         structured_field=structured_field,
     )
-    request.state.record.user = body.user
-    names, allows_remote = service.processor.template.names, service.remote_media is not None
+    names, allows_remote = service.processor.template.names, service.front.remote_media is not None
     conversation = conversation_of(body.messages, names, allows_remote=allows_remote)
     tools = choice.tools
-    if tools is not None and not knows_tools(service.processor.template, service.config.tool_call_format):
+    if tools is not None and not knows_tools(service.processor.template, service.front.config.tool_call_format):
         if body.tool_choice in (None, "auto"):
             raise bad_request(
                 "the model's chat template has no tool calls in a format that this server reads. Set tool_choice to "
@@ -95,7 +95,7 @@ async def _start(
             )
         conversation, tools = with_tools_described(conversation, check_tools(tools)), None
     prompt = conversation_input(
-        conversation, continue_final_message=continues, tools=tools, remote_media=service.remote_media
+        conversation, continue_final_message=continues, tools=tools, remote_media=service.front.remote_media
     )
     generation = await service.start(
         request,

@@ -14,6 +14,7 @@ from saccade.serve.errors import bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from saccade.serve.models import Models, choose_model
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.prompt_input import PromptInput, text_input
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
@@ -26,7 +27,7 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(tags=["completions"], route_class=JsonRoute)
 
@@ -37,25 +38,24 @@ def router(service: Service) -> APIRouter:
         summary="Continue a text",
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        adapter = service.check_model(body.model)
+        service, adapter = choose_model(models, body.model, request, user=body.user)
         structured_field = structured_field_of(body.response_format, body.structured_outputs)
         samplings = samplings_of(
             body,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
-            max_completions=service.config.max_completions,
+            max_completions=service.front.config.max_completions,
             logprobs=body.logprobs,
             prompt_logprobs=_num_prompt_logprobs(body),
             response_format=body.response_format,
             structured_field=structured_field,
         )
         prompts = _prompts(body)
-        if len(prompts) * len(samplings) > service.config.max_completions:
+        if len(prompts) * len(samplings) > service.front.config.max_completions:
             raise bad_request(
                 f"{len(prompts)} prompts with n {len(samplings)}: a request may have "
-                f"{service.config.max_completions} completions",
+                f"{service.front.config.max_completions} completions",
                 param="prompt",
             )
-        request.state.record.user = body.user
         generation = await service.start(
             request,
             [_prompt_input(service, prompt) for prompt in prompts],
@@ -90,7 +90,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _prompt_input(service: Service, prompt: str | list[int]) -> PromptInput:
     if isinstance(prompt, str):
-        return text_input(service.supervisor.engine, prompt)
+        return text_input(service.engine, prompt)
     return PromptInput(
         preprocess=lambda engine, salt: engine.preprocess_tokens(prompt, salt=salt), num_token_ids=len(prompt)
     )

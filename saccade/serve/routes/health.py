@@ -7,8 +7,8 @@ from typing import Any, Literal
 import orjson
 from fastapi import APIRouter, Response
 
+from saccade.serve.models import Models
 from saccade.serve.protocol.common import Wire
-from saccade.serve.service import Service
 
 
 class Health(Wire):
@@ -18,7 +18,7 @@ class Health(Wire):
     """State of the server."""
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """Return both endpoints. They need no key."""
     routes = APIRouter(tags=["health"])
 
@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/ready", response_model=Health, responses=unavailable, summary="Whether requests are served")
     async def ready() -> Response:
-        state = service.supervisor.state
+        state = models.state
         return _answer(200 if state == "ready" else 503, state)
 
     return routes

@@ -11,17 +11,17 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Response
 
+from saccade.serve.front import Front
 from saccade.serve.metrics import CONTENT_TYPE
 from saccade.serve.openapi import errors
 from saccade.serve.protocol.metrics import HistoryOfMetrics
-from saccade.serve.service import Service
 
 _PAGE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text format"}
 }
 
 
-def router(service: Service) -> APIRouter:
+def router(front: Front) -> APIRouter:
     """Return the metrics page and the history."""
     routes = APIRouter(tags=["metrics"])
 
@@ -29,7 +29,7 @@ def router(service: Service) -> APIRouter:
         "/metrics", response_class=Response, responses=_PAGE | errors(401, 429), summary="Metrics for Prometheus"
     )
     async def metrics() -> Response:
-        return Response(await asyncio.to_thread(service.metrics.render), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(front.metrics.render), media_type=CONTENT_TYPE)
 
     @routes.get(
         "/metrics/history",
@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
     )
     async def history(after: float = 0.0) -> Response:
         """Return the samples later than the Unix time `after`."""
-        content = {"started_at": service.created, **service.history.since(after)}
+        content = {"started_at": front.created, **front.history.since(after)}
         return Response(orjson.dumps(content), media_type="application/json")
 
     return routes

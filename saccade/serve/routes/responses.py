@@ -15,6 +15,7 @@ from saccade.serve.conversation import check_media_url, extra_fields
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import Generation, error_of
 from saccade.serve.json_route import JsonRoute
+from saccade.serve.models import Models, choose_model
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.prompt_input import Conversation, conversation_input
 from saccade.serve.protocol.chat import JsonSchema, JsonSchemaFormat, ResponseFormat
@@ -26,7 +27,7 @@ from saccade.serve.service import Service
 from saccade.serve.sse import event
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """Return the endpoint."""
     routes = APIRouter(tags=["responses"], route_class=JsonRoute)
 
@@ -37,7 +38,7 @@ def router(service: Service) -> APIRouter:
         summary="Answer a conversation (newer API)",
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        adapter = service.check_model(body.model)
+        service, adapter = choose_model(models, body.model, request, user=body.user)
         generation = await _start(service, body, request, adapter)
         answer = _ResponsesWriter(body, request.state.record, generation)
         return await answer.respond(request.receive, streams=body.stream or False)
@@ -46,21 +47,20 @@ def router(service: Service) -> APIRouter:
 
 
 async def _start(service: Service, body: ResponsesRequest, request: Request, adapter: str | None) -> Generation:
-    if not isinstance(body.input, str) and len(body.input) > service.config.max_messages:
-        raise bad_request(f"input has more than {service.config.max_messages} entries", param="input")
+    if not isinstance(body.input, str) and len(body.input) > service.front.config.max_messages:
+        raise bad_request(f"input has more than {service.front.config.max_messages} entries", param="input")
     samplings = samplings_of(
         SamplingFields(temperature=body.temperature, top_p=body.top_p),
-        max_tokens=body.max_output_tokens or service.supervisor.engine.max_length,
+        max_tokens=body.max_output_tokens or service.engine.max_length,
         max_completions=1,
         response_format=_response_format(body),
         structured_field="text.format",
     )
-    request.state.record.user = body.user
-    names, allows_remote = service.processor.template.names, service.remote_media is not None
+    names, allows_remote = service.processor.template.names, service.front.remote_media is not None
     conversation = _conversation(body, names, allows_remote=allows_remote)
     return await service.start(
         request,
-        [conversation_input(conversation, remote_media=service.remote_media)],
+        [conversation_input(conversation, remote_media=service.front.remote_media)],
         samplings,
         streams=body.stream or False,
         adapter=adapter,

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from saccade.serve.conversation import conversation_of
 from saccade.serve.errors import bad_request
 from saccade.serve.json_route import JsonRoute
+from saccade.serve.models import Models, choose_model
 from saccade.serve.openapi import GENERATION_ERRORS
 from saccade.serve.prompt_input import Conversation, conversation_input
 from saccade.serve.protocol.tokenize import (
@@ -24,30 +25,28 @@ from saccade.serve.protocol.tokenize import (
 from saccade.serve.service import Service
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """Return both endpoints."""
     routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=TokenizeResponse, responses=GENERATION_ERRORS, summary="Text to tokens")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        if body.model is not None:
-            service.check_model(body.model)
+        service, _ = choose_model(models, body.model, request)
         tokens: Sequence[int]
         if isinstance(body, TokenizeTextRequest):
             tokens = await service.encode(request, body.prompt)
         else:  # images are preprocessed, since their size decides
             tokens = (await service.preprocess(request, conversation_input(_conversation(service, body)))).token_ids
-        answer = {"count": len(tokens), "max_model_len": service.supervisor.engine.max_length, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": service.engine.max_length, "tokens": tokens}
         return Response(orjson.dumps(answer), media_type="application/json")
 
     @routes.post(
         "/detokenize", response_model=DetokenizeResponse, responses=GENERATION_ERRORS, summary="Tokens to text"
     )
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        if body.model is not None:
-            service.check_model(body.model)
-        tokenizer, vocab_size = service.processor.tokenizer, service.supervisor.engine.vocab_size
-        if len(body.tokens) > (max_length := service.supervisor.engine.max_length):
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        service, _ = choose_model(models, body.model, request)
+        tokenizer, vocab_size = service.processor.tokenizer, service.engine.vocab_size
+        if len(body.tokens) > (max_length := service.engine.max_length):
             raise bad_request(
                 f"tokens has {len(body.tokens)} entries; at most {max_length} are decoded at once", param="tokens"
             )
@@ -62,6 +61,6 @@ def router(service: Service) -> APIRouter:
 
 
 def _conversation(service: Service, body: TokenizeChatRequest) -> Conversation:
-    if len(body.messages) > service.config.max_messages:
-        raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
+    if len(body.messages) > service.front.config.max_messages:
+        raise bad_request(f"messages has more than {service.front.config.max_messages} entries", param="messages")
     return conversation_of(body.messages, service.processor.template.names)
