@@ -93,11 +93,10 @@ def serve(
             sockets.append(opened.enter_context(contextlib.closing(listen(_ADMIN_HOST, config.admin_port))))
             gates.append(create_admin_app(service, supervisor))
         opened.enter_context(traced(front, service.model_name))
-        _set_up_uvicorn_log()
-        on_listening(*[f"http://{_spell(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets])
+        on_listening(*[url_of(one) for one in sockets])
         listeners = [Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
         lifecycle = _Lifecycle(service, supervisor, gate, listeners)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(lifecycle.run())
     if lifecycle.is_interrupted:
         raise KeyboardInterrupt
@@ -135,11 +134,16 @@ def with_media_workers(config: EngineConfig) -> EngineConfig:
     return config
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket, before anything expensive starts."""
+def listen(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
+    """Open a listening socket, before anything expensive starts.
+
+    `shares_port`: other processes of this user may listen on the same port; the kernel divides connections among them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listening.bind((host, port))
         listening.listen(_BACKLOG)
@@ -178,11 +182,13 @@ def _set_up_uvicorn_log() -> None:
     uvicorn_logger.setLevel(logging.ERROR)
 
 
-def _spell(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def url_of(listening: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's factory, if it is installed."""
     try:
         import uvloop
@@ -211,6 +217,7 @@ class Listener(uvicorn.Server):
             )
         )
         self._listening = listening
+        _set_up_uvicorn_log()
 
     async def listen(self) -> None:
         """Serve until `should_exit`."""
