@@ -23,6 +23,7 @@ FailureKind = Literal[
     "invalid_request",
     "context_length_exceeded",
     "overloaded",
+    "unavailable",
     "timeout",
     "non_finite_logits",
     "out_of_memory",

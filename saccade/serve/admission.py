@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Bound = Literal["queue", "kv_cache", "encoder", "media", "wait"]
@@ -50,6 +50,26 @@ class AdmissionLimits:
     """Bytes of images and videos being preprocessed."""
     max_wait_s: float
     """Longest expected wait of a request that is admitted."""
+
+    def part(self, *, num_engines: int, num_fronts: int) -> AdmissionLimits:
+        """Return the limits of one of several front processes, for a model that several engines serve.
+
+        What the engines bound grows with their number (one is counted while there is none); all of it, the queue and
+        the bytes of media are divided by the fronts.
+        """
+
+        def share(limit: int, number: int = 1) -> int:
+            return max(1, round(limit * number / num_fronts))
+
+        engines = max(1, num_engines)
+        return replace(
+            self,
+            max_running=share(self.max_running, engines),
+            max_queued=share(self.max_queued),
+            max_pages=share(self.max_pages, engines),
+            max_image_tokens=share(self.max_image_tokens, engines),
+            max_media_bytes=share(self.max_media_bytes),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +133,10 @@ class Admission:
             "encoder": self.num_image_tokens / limits.max_image_tokens,
             "media": self.num_media_bytes / limits.max_media_bytes,
         }
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """Change the bounds. What is admitted stays; what is above a lower bound only keeps new requests out."""
+        self.limits = limits
 
     # -------------------------------------------------------------- decide
 

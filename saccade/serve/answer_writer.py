@@ -49,7 +49,7 @@ class AnswerWriter(ABC):
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the event of an error that comes after the stream has begun."""
-        self.record.error_code = error.code
+        self.record.fail(error.code, error.status_code)
         return event(orjson.dumps(error.body))
 
 

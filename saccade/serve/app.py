@@ -123,14 +123,14 @@ def _answer_errors(app: FastAPI) -> None:
         if not isinstance(error, ApiError):
             message, code = _ROUTER_ERRORS.get(error.status_code, ("the request cannot be served", "bad_request"))
             error = ApiError(error.status_code, message, code=code, headers=error.headers)
-        request.state.record.error_code = error.code
+        request.state.record.fail(error.code, error.status_code)
         return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         unsupported = RESPONSES_UNSUPPORTED if request.url.path == "/v1/responses" else CHAT_UNSUPPORTED
         found = validation_error(error.errors(), error.body, unsupported)
-        request.state.record.error_code = found.code
+        request.state.record.fail(found.code, found.status_code)
         return found.response()
 
 

@@ -35,6 +35,7 @@ _STATUS_OF_FAILURE: dict[FailureKind, int] = {
     "invalid_request": 400,
     "context_length_exceeded": 400,
     "overloaded": 429,
+    "unavailable": 503,
     "timeout": 504,
     "non_finite_logits": 500,
     "out_of_memory": 503,

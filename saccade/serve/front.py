@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from saccade.serve.config import ServeConfig
 from saccade.serve.keys import KeyRing
 from saccade.serve.metrics import ServerMetrics
 from saccade.serve.metrics_history import MetricsHistory
-from saccade.serve.rate_limit import RateLimiter
+from saccade.serve.rate_limit import Consumption, RateLimiter
 from saccade.serve.record import Observer, log_request
 from saccade.serve.remote_media import RemoteMedia
 
@@ -40,6 +41,11 @@ class Front:
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(has_versions=self.has_versions)
         self.observers.append(self.metrics.observe)
+
+    def charge(self, consumption: Mapping[str, Consumption]) -> None:
+        """Count against rate limits what other processes counted, by the SHA-256 of the key."""
+        if self.keys is not None and consumption:
+            self.rates.charge(self.keys.by_sha256(), consumption, time.monotonic())
 
     async def record_history(self) -> None:
         """Record the metrics until cancelled."""

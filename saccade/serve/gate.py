@@ -86,11 +86,11 @@ class Gate:
             with self._body(receive) as body:
                 await self._serve(scope, headers, body, response, record)
         except ApiError as error:
-            record.error_code = error.code
+            record.fail(error.code, error.status_code)
             await _send_error(response, scope, error)
         except Exception:
             logger.exception("request %s failed", record.id)
-            record.error_code = "internal_error"
+            record.fail("internal_error", 500)
             await _send_error(response, scope, _internal_error())
         finally:
             record.ended_at = time.perf_counter()

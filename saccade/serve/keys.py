@@ -138,6 +138,11 @@ class KeyRing:
                 found = key
         return found
 
+    def by_sha256(self) -> dict[str, ApiKey]:
+        """Return the keys by their hash."""
+        self._reload_if_changed()
+        return {key.sha256: key for key in self._keys}
+
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
         if now < self._next_check:

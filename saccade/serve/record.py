@@ -32,6 +32,8 @@ class RequestRecord:
     """Status of the HTTP response; 0 if the client left before it."""
     error_code: str | None = None
     """Typed code of the error, which may have been sent within a stream."""
+    error_status: int = 0
+    """HTTP status of that error, also if the stream had begun with another one; 0: none."""
     ending: str = ""
     """Worst ending of the completions: `stop`, `length`, `cancelled` or `failed`. Empty: none reached the engine."""
     is_streamed: bool = False
@@ -61,6 +63,20 @@ class RequestRecord:
     def sticky_user(self) -> str:
         """Identity that always gets the same version: the named user, else the API key, else the request alone."""
         return self.user or self.key_name or self.id
+
+    def fail(self, code: str, status: int) -> None:
+        """Note the error that the client gets."""
+        self.error_code, self.error_status = code, status
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request was refused because of the load of all clients."""
+        return self.error_code == "overloaded"
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the server failed to answer. Refusals for load and requests that were cancelled do not count."""
+        return self.error_status >= 500 and self.error_code not in ("overloaded", "cancelled")
 
     @property
     def duration_s(self) -> float:

@@ -57,6 +57,10 @@ class Service:
     """Wakes generations; made in the event loop."""
     _admission: Admission | None = None
     """Counts open requests; made when the engine is loaded."""
+    _num_engines: int = 1
+    """Equal engines that serve it."""
+    _num_fronts: int = 1
+    """Processes like this one that send requests to them."""
 
     def __post_init__(self) -> None:
         self.front.metrics.add(self.model_name, self.version, self.owner, lambda: self._admission)
@@ -99,9 +103,16 @@ class Service:
             self._admission = Admission(self._admission_limits(engine))
         return self._admission
 
+    def set_capacity(self, *, num_engines: int, num_fronts: int) -> None:
+        """Admit this process's part of what so many equal engines can serve, with limits that all fronts share."""
+        self._num_engines, self._num_fronts = num_engines, num_fronts
+        engine = self.owner.loaded_engine
+        if self._admission is not None and engine is not None:
+            self._admission.set_limits(self._admission_limits(engine))
+
     def _admission_limits(self, engine: Engine) -> AdmissionLimits:
         config = self.front.config
-        return AdmissionLimits(
+        limits = AdmissionLimits(
             max_running=self.engine_config.max_requests,
             max_queued=config.max_queued_requests,
             max_pages=round(engine.num_pages * config.max_open_kv_caches),
@@ -110,6 +121,7 @@ class Service:
             max_media_bytes=config.max_media_bytes,
             max_wait_s=config.queue_timeout_s / 2,
         )
+        return limits.part(num_engines=self._num_engines, num_fronts=self._num_fronts)
 
     @property
     def adapter_names(self) -> list[str]:

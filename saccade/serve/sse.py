@@ -31,7 +31,7 @@ class EventStream(Response):
         async with cancelled_on_disconnect(self._generation, receive):
             error = await self._generation.started()
             if error is not None:  # the status can still be chosen
-                scope["state"]["record"].error_code = error.code
+                scope["state"]["record"].fail(error.code, error.status_code)
                 await error.response()(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,10 +1,13 @@
 """Admission and rate limits: pure decisions, checked by long random runs."""
 
 import random
+from dataclasses import replace
+
+import pytest
 
 from saccade.serve.admission import Admission, AdmissionLimits, Demand
 from saccade.serve.keys import ApiKey
-from saccade.serve.rate_limit import RateLimiter
+from saccade.serve.rate_limit import Consumption, RateLimiter
 
 LIMITS = AdmissionLimits(
     max_running=4,
@@ -121,3 +124,108 @@ def test_a_key_gets_its_rate_and_is_told_when_to_come_back():
     assert rates.take_tokens(key, 500, 0.0) == 0.0
     rates.settle_tokens(key, 500, 1100, 0.0)
     assert rates.take_tokens(key, 10**6, 0.0) == 120.0
+
+
+# ------------------------------------------------------------------ limits that change, and that processes share
+
+
+def test_lower_limits_keep_new_requests_out_and_let_the_open_ones_end():
+    admission = Admission(LIMITS)
+    all_admitted = [admission.admit(demand()) for _ in range(4)]
+    admission.set_limits(replace(LIMITS, max_running=1, max_queued=1))
+    assert admission.refusal(demand(), 0.0).bound == "queue"
+    for admitted in all_admitted[:3]:
+        admission.close(admitted, 1.0)
+    assert admission.num_open == 1
+    assert admission.refusal(demand(), 1.0) is None
+    admission.set_limits(LIMITS)
+    assert admission.refusal(demand(num_completions=7), 1.0) is None
+
+
+def test_the_parts_of_all_fronts_are_what_all_engines_can_do():
+    for num_engines, num_fronts in ((1, 1), (3, 1), (3, 2), (8, 4)):
+        part = LIMITS.part(num_engines=num_engines, num_fronts=num_fronts)
+        for name in ("max_running", "max_pages", "max_image_tokens"):
+            whole = getattr(LIMITS, name) * num_engines
+            assert abs(getattr(part, name) * num_fronts - whole) <= num_fronts / 2
+        for name in ("max_queued", "max_media_bytes"):
+            assert abs(getattr(part, name) * num_fronts - getattr(LIMITS, name)) <= num_fronts / 2
+        assert (part.page_size, part.max_wait_s) == (LIMITS.page_size, LIMITS.max_wait_s)
+    assert LIMITS.part(num_engines=1, num_fronts=1) == LIMITS
+    assert LIMITS.part(num_engines=0, num_fronts=1) == LIMITS, "requests may wait for the first engine"
+    assert LIMITS.part(num_engines=1, num_fronts=100).max_running == 1
+
+
+class Exchange:
+    """Limiters that send each other what they counted, every `interval_s`; a message takes up to `delay_s`."""
+
+    def __init__(self, rng, num_limiters, interval_s, delay_s):
+        self.rng, self.interval_s, self.delay_s = rng, interval_s, delay_s
+        self.limiters = [RateLimiter() for _ in range(num_limiters)]
+        self.due = [rng.uniform(0, interval_s) for _ in self.limiters]
+        self.messages = []
+
+    def advance(self, now, keys):
+        """Deliver and send what is due."""
+        for at, sender in sorted((at, sender) for sender, at in enumerate(self.due) if at <= now):
+            self.due[sender] = at + self.interval_s
+            consumption = self.limiters[sender].take_consumption()
+            others = [number for number in range(len(self.limiters)) if number != sender]
+            self.messages += [(at + self.rng.uniform(0, self.delay_s), to, consumption) for to in others]
+        for message in sorted(self.messages, key=lambda one: one[0]):
+            if message[0] <= now:
+                self.messages.remove(message)
+                self.limiters[message[1]].charge(keys, message[2], message[0])
+
+
+@pytest.mark.parametrize("num_limiters", [1, 2, 5])
+def test_limiters_hold_a_limit_together_within_what_arrives_before_they_know(num_limiters):
+    rng = random.Random(num_limiters)
+    key = ApiKey(name="a", sha256="0" * 64, requests_per_minute=60, tokens_per_minute=6000)
+    exchange = Exchange(rng, num_limiters, interval_s=1.0, delay_s=0.5)
+    taken, now = [], 0.0
+    while now < 300:
+        rate = 20 if now % 60 < 20 else 2  # bursts at any of them
+        now += rng.expovariate(rate)
+        exchange.advance(now, {key.sha256: key})
+        limiter = rng.choice(exchange.limiters)
+        tokens = rng.randrange(1, 400)
+        if limiter.take_request(key, now) == 0.0 and limiter.take_tokens(key, tokens, now) == 0.0:
+            limiter.settle_tokens(key, tokens, tokens // 2, now)
+            taken.append((now, tokens // 2))
+    lag_s = 1.5
+    assert len(taken) > 200
+    for number, (start, _) in enumerate(taken):
+        requests = tokens = 0
+        for at, used in taken[number:]:
+            requests, tokens = requests + 1, tokens + used
+            slack = (num_limiters - 1) * (1 + lag_s / 60)
+            assert requests <= 60 * (1 + (at - start) / 60 + slack) + 1
+            assert tokens <= 6000 * (1 + (at - start) / 60 + slack) + 400
+    long_run = sum(1 for at, _ in taken if at >= 60)
+    assert long_run <= 60 * 4 + 60 + 20 * lag_s, "what arrives within the lag, not a limit for each limiter"
+
+
+def test_a_limiter_reports_what_it_counted_once_and_not_what_it_was_charged():
+    key, free = ApiKey(name="a", sha256="0" * 64, tokens_per_minute=600), ApiKey(name="b", sha256="1" * 64)
+    here, there = RateLimiter(), RateLimiter()
+    assert here.take_tokens(key, 500, 0.0) == 0.0
+    assert here.take_tokens(key, 500, 0.0) > 0, "refused, so not counted"
+    here.take_tokens(free, 500, 0.0)
+    consumption = here.take_consumption()
+    assert consumption == {key.sha256: Consumption(tokens=500)}
+    assert here.take_consumption() == {}
+    there.charge({key.sha256: key}, consumption | {"2" * 64: Consumption(tokens=1)}, 0.0)
+    assert there.take_consumption() == {}
+    assert there.take_tokens(key, 500, 0.0) == 40.0
+    here.settle_tokens(key, 500, 100, 0.0)
+    corrections = here.take_consumption()
+    assert corrections == {key.sha256: Consumption(tokens=-400)}
+    there.charge({key.sha256: key}, corrections, 0.0)
+    assert there.take_tokens(key, 500, 0.0) == 0.0
+
+
+def test_a_key_that_was_removed_is_charged_no_more():
+    rates, key = RateLimiter(), ApiKey(name="a", sha256="0" * 64, requests_per_minute=1)
+    rates.charge({}, {key.sha256: Consumption(requests=100)}, 0.0)
+    assert rates.take_request(key, 0.0) == 0.0

@@ -12,6 +12,7 @@ from serve.scraping import Metrics
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.serve import ServeConfig, create_app
+from saccade.serve.admission import Demand
 from saccade.serve.engine_owner import refusal_of
 from saccade.serve.front import Front
 from saccade.serve.keys import KeyRing, create_key
@@ -195,6 +196,26 @@ def test_observers_see_who_was_served_by_what(app):
         ("carol", "", None, "model_not_found"),
     ]
     assert seen[0].log_fields()["version"] == "june"
+
+
+def test_a_full_version_refuses_alone_and_observers_see_it(app):
+    app.models.moved, seen = {"carol"}, []
+    full = app.models.by_name["right"]["june"]
+    full.set_capacity(num_engines=1, num_fronts=1000)
+    admitted = full.admission.admit(Demand(num_completions=2, num_prompt_tokens=1, max_tokens=1))
+    app.front.observers.append(seen.append)
+    refused = app.http.post("/v1/chat/completions", json=chat_body(model="right", user="carol"))
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"]
+    assert ask(app, "right", user="dave", ignore_eos=True).headers["saccade-version"] == "may"
+    full.set_capacity(num_engines=1, num_fronts=1)
+    assert ask(app, "right", user="carol").headers["saccade-version"] == "june"
+    full.admission.close(admitted, 0.0)
+    app.front.observers.remove(seen.append)
+    found = [(one.version, one.is_refusal, one.is_error) for one in seen]
+    assert found == [("june", True, False), ("may", False, False), ("june", False, False)]
+    assert 0 < seen[1].first_token_s < seen[1].duration_s
+    assert seen[1].ms_per_token > 0
 
 
 def test_every_version_has_metrics_of_its_own_and_a_metric_is_described_once(app):

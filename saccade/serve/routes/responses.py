@@ -173,7 +173,7 @@ class _ResponsesWriter(AnswerWriter):
         [completion] = self.generation.completions
         assert completion is not None, "it has ended"
         if (error := error_of(completion)) is not None:
-            self.record.error_code = error.code
+            self.record.fail(error.code, error.status_code)
             failed = self._fields | {"status": "failed", "error": {"code": "server_error", "message": error.detail}}
             yield self._event("response.failed", response=failed)
             return
