@@ -11,6 +11,8 @@
     split.py       which version a user gets
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
     scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
+    driver.py      what a fleet does next: actions, a view for the fronts, decisions
+                   (versions.py, version_run.py, introduction.py, bounds.py and actions.py are its parts)
     state.py       the folder of the desired state and of what was decided
                    (objects.py and lease.py are its parts)
 

@@ -175,6 +175,24 @@ class Rollout:
             case _:
                 return 0.0
 
+    @property
+    def next_share(self) -> float:
+        """Share of users with the new version after the present step, if that keeps every objective."""
+        match self.state:
+            case State.WARMING | State.PROBING:
+                return self._shares[0]
+            case State.RAMPING if self._step + 1 < len(self._shares):
+                return self._shares[self._step + 1]
+            case State.RAMPING:
+                return self._target
+            case _:
+                return self.share
+
+    @property
+    def phase(self) -> str:
+        """State and step, such as `ramping 2`."""
+        return f"{self.state} {self._step}"
+
     def version_of(self, user: str) -> str:
         """Version for a user; requests without a user pass their own id."""
         return self.new if position(user, self.name) < self.share else self.running

@@ -1,0 +1,484 @@
+"""The versions of one model: which ones run, who has users, and what happens next.
+
+    set_desired -> a version at a time: starting -> probing -> ready, with a ramp of users
+                   versions that are no longer wanted, or are rolled back: draining -> deleted
+
+The first versions of a model get their users as soon as they are ready. Later ones are introduced by rollouts, one
+after another in the order of the file. If one is rolled back, the update of the model ends there, and the versions that
+had users before keep them. A version keeps its name and its settings: changed settings are another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from saccade.config import decode, encode
+from saccade.fleet.actions import AppHealth, AskProbe, DeleteEngines, DeployEngines
+from saccade.fleet.bounds import Bounds, bounds_of
+from saccade.fleet.cluster.view import ModelView, VersionView
+from saccade.fleet.config import ModelConfig, VersionConfig
+from saccade.fleet.introduction import Introduction
+from saccade.fleet.objectives import Outcome
+from saccade.fleet.probes import Probe
+from saccade.fleet.rollout import Decision, State
+from saccade.fleet.split import Split, split_by_shares
+from saccade.fleet.version_run import VersionRun
+
+DRAIN_S = 10.0
+"""Seconds from the end of a version's traffic until its application is deleted. All fronts know by then; Ray waits for
+the requests that run."""
+RETRY_S = 30.0
+"""Seconds until a version that has users but cannot start, after its application was gone, is deployed again."""
+_SHARE_ERROR = 1e-9
+
+Progress = Literal["updating", "done", "rolled back"]
+Log = Callable[..., None]
+"""Logs a decision: model, version, what, share, reason and evidence."""
+
+
+class ModelVersions:
+    """The versions of one model."""
+
+    def __init__(self, model: str, log: Log) -> None:
+        self.model = model
+        self._log_decision = log
+        self.desired: ModelConfig | None = None
+        """What the fleet's file says; None: the model ends."""
+        self.generation = 0
+        self.progress: Progress = "done"
+        self.reason = ""
+        """Why the update was rolled back."""
+        self.refusal = ""
+        """Why the newest generation is not followed; the one before is."""
+        self.runs: dict[str, VersionRun] = {}
+        """By name, in the order in which they were introduced."""
+        self.introductions: dict[str, Introduction] = {}
+        """One while a ramp runs; several while versions are introduced directly."""
+        self.running: tuple[VersionConfig, ...] = ()
+        """Versions with users, and their percent of traffic, at the end of the last change."""
+        self.before: tuple[VersionConfig, ...] = ()
+        """The same, at the end of the change before."""
+        self._is_direct = self._is_at_once = False
+        self._failed: dict[str, str] = {}
+        self._reached: set[str] = set()
+        """Versions that have reached their target in this generation. Later ones take a part of their users again."""
+
+    # ------------------------------------------------------------------ events
+
+    def set_desired(self, desired: ModelConfig | None, generation: int, now: float, *, at_once: bool = False) -> None:
+        """Follow another generation of the fleet's file."""
+        self.generation, self.refusal = generation, ""
+        if desired is not None and (changed := self.changed_version(desired)):
+            self.refusal = f"version {changed} runs with other settings. Give the changed version another name"
+            self._log(changed, "refused", self.refusal)
+            return
+        self.desired, self.progress, self.reason = desired, "updating", ""
+        self._failed, self._reached = {}, set()
+        self._is_at_once = at_once
+        self._is_direct = at_once or not any(run.share > 0 for run in self.runs.values())
+        for name, one in list(self.introductions.items()):
+            self._revise(name, one)
+        if desired is None:
+            self.progress = "done"
+            for run in self.runs.values():
+                run.share = 0.0
+        self._end_unused(now)
+
+    def observe(self, engines: Mapping[str, AppHealth], now: float) -> None:
+        """Note the applications that exist, by version."""
+        for name, run in list(self.runs.items()):
+            run.health = engines.get(name)
+            if run.health is None and run.phase == "draining":
+                del self.runs[name]
+                self._log(name, "deleted", "it has no application any more")
+            elif run.health is None and run.deployed is not None:
+                self._restart(run)
+            elif run.phase == "starting" and run.share > 0 and run.health is not None:
+                self._observe_restart(run, run.health, now)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count how a request ended."""
+        if (run := self.runs.get(outcome.version)) is not None:
+            run.num_requests += 1
+            run.num_errors += outcome.values.get("errors", 0.0) > 0
+        for one in self.introductions.values():
+            if not one.is_direct:
+                one.rollout.observe(outcome)
+
+    def answer_probe(self, version: str, name: str, answer: str) -> None:
+        """Count the answer to a probe."""
+        introduction = self.introductions.get(version)
+        probe = next((one for one in self.probes if one.name == name), None)
+        if introduction is not None and probe is not None:
+            introduction.answer(probe, answer)
+
+    def note_deployed(self, version: str, bounds: Bounds) -> None:
+        """Note that the cluster has accepted a version with these bounds."""
+        if version in self.runs:
+            self.runs[version].deployed = bounds
+
+    def step(self, now: float) -> None:
+        """Decide."""
+        if self.desired is not None and self.progress == "updating":
+            if self._is_direct:
+                self._step_directly(self.desired, now)
+            else:
+                self._step_ramp(self.desired, now)
+        self._end_unused(now)
+        for name in self.split.shares:
+            self.runs[name].users_until_s = now
+
+    # ------------------------------------------------------------------ results
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """Probes of the model."""
+        return self.desired.probes if self.desired is not None else ()
+
+    @property
+    def split(self) -> Split:
+        """Versions that have users."""
+        ramp = next((one for one in self.introductions.values() if one.is_ramping), None)
+        runs = [run for run in reversed(self.runs.values()) if run.phase == "ready" and run.share > 0]
+        shares = [(run.rollout, run.name, run.share) for run in runs if ramp is None or run.name != ramp.version]
+        if ramp is not None:
+            total = sum(share for _, _, share in shares)
+            others = [(rollout, name, share / total * (1 - ramp.share)) for rollout, name, share in shares]
+            shares = [(self.runs[ramp.version].rollout, ramp.version, ramp.share), *others]
+        return split_by_shares(shares)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the model is no longer in the file, and nothing of it runs."""
+        return self.desired is None and not self.runs
+
+    def view(self) -> ModelView:
+        """The model for the fronts."""
+        order = [version.name for version in self.desired.versions] if self.desired is not None else []
+
+        def place(run: VersionRun) -> tuple[bool, int]:
+            return run.phase == "draining", order.index(run.name) if run.name in order else len(order)
+
+        runs = sorted(self.runs.values(), key=place)
+        versions = tuple(VersionView(config=run.config, state=run.phase) for run in runs)
+        return ModelView(name=self.model, versions=versions, split=self.split)
+
+    def actions(self, in_flight: frozenset[tuple[str, str, str]]) -> list[DeployEngines | DeleteEngines | AskProbe]:
+        """What is to be done on the cluster."""
+        wanted = self.bounds()
+        found: list[DeployEngines | DeleteEngines | AskProbe] = []
+        for run in self.runs.values():
+            if run.phase == "draining":
+                continue
+            if self.desired is not None and (run.health is None or run.deployed != wanted[run.name]):
+                is_deleting = run.health is not None and run.health.is_deleting
+                deploy = DeployEngines(model=self.desired, version=run.config, bounds=wanted[run.name])
+                found += [] if is_deleting else [deploy]
+        for name, one in self.introductions.items():
+            found += [
+                AskProbe(model=self.model, version=name, probe=probe)
+                for probe in one.unanswered(self.probes)
+                if (self.model, name, probe.name) not in in_flight
+            ]
+        return found
+
+    def deletions(self, now: float) -> list[DeleteEngines]:
+        """Versions whose application is to be deleted: those that drain, and those that have to be deployed again."""
+        return [
+            DeleteEngines(model=self.model, version=run.name)
+            for run in self.runs.values()
+            if run.delete_at_s is not None and now >= run.delete_at_s
+            if run.health is not None and not run.health.is_deleting
+        ]
+
+    def bounds(self) -> dict[str, Bounds]:
+        """Bounds of every version that does not drain: the pool's, by share of users.
+
+        A version that is introduced has replicas for its next share already, and at least one.
+        """
+        runs = [run for run in self.runs.values() if run.phase != "draining"]
+        if self.desired is None or not runs:
+            return {}
+        now, following = self._shares_for_bounds(runs)
+        pool = self.desired.engines
+        bounds, larger = bounds_of(pool, now), bounds_of(pool, following)
+        for run in runs:
+            least, most = bounds[run.name]
+            if run.name in self.introductions:
+                least, most = max(least, larger[run.name][0]), max(most, larger[run.name][1])
+            bounds[run.name] = (max(least, 1) if run.phase != "ready" else least, most)
+        return bounds
+
+    def _shares_for_bounds(self, runs: list[VersionRun]) -> tuple[dict[str, float], dict[str, float]]:
+        """Share of each version now, and after the next step of an introduction."""
+        shares, wanted = self.split.shares, {one.name: one.traffic / 100 for one in self._wanted}
+        direct = {name for name, one in self.introductions.items() if one.is_direct}
+        now = {
+            run.name: shares.get(run.name, wanted.get(run.name, 0.0) if run.name in direct else run.share)
+            for run in runs
+        }
+        following = dict(now)
+        for name, one in self.introductions.items():
+            if not one.is_direct:
+                rest = sum(share for other, share in now.items() if other != name) or 1.0
+                following = {other: share / rest * (1 - one.rollout.next_share) for other, share in now.items()}
+                following[name] = one.rollout.next_share
+        return now, following
+
+    @property
+    def rollback_target(self) -> tuple[VersionConfig, ...]:
+        """Versions and traffic that an operator goes back to; empty: there were none."""
+        is_changing = self.progress == "updating" and bool(self.introductions)
+        return self.running if is_changing and self.running else self.before
+
+    # ------------------------------------------------------------------ introducing versions
+
+    @property
+    def _wanted(self) -> tuple[VersionConfig, ...]:
+        return () if self.desired is None else self.desired.live_versions
+
+    def _step_directly(self, desired: ModelConfig, now: float) -> None:
+        """Wait for all versions; the first ones get users as soon as they are ready."""
+        for version in self._wanted:
+            if version.name not in self._failed and self._can_introduce(version) and not self._is_ready(version.name):
+                self._introduce(desired, version, now)
+        for name, one in list(self.introductions.items()):
+            self._decide_directly(name, one, now)
+        if not self._is_at_once:
+            self._share_directly()
+        if all(self._is_ready(one.name) or one.name in self._failed for one in self._wanted):
+            self._finish_directly()
+
+    def _decide_directly(self, name: str, one: Introduction, now: float) -> None:
+        decision = self._decision(name, one, now)
+        if decision is None:
+            return
+        match decision.state:
+            case State.PROBING:
+                self._log(name, "probing", decision.reason)
+            case State.RAMPING:
+                del self.introductions[name]
+                self.runs[name].phase = "ready"
+                self._log(name, "ready", decision.reason)
+            case State.ROLLED_BACK:
+                del self.introductions[name]
+                self._failed[name] = decision.reason
+                self._log(name, "rolled back", decision.reason, evidence=decision.evidence)
+                self._end(self.runs[name], now)
+
+    def _share_directly(self) -> None:
+        """Divide the users among the versions that are ready."""
+        ready = [one for one in self._wanted if self._is_ready(one.name)]
+        total = sum(one.traffic for one in ready)
+        for one in ready:
+            self.runs[one.name].share = one.traffic / total
+
+    def _finish_directly(self) -> None:
+        if not self._failed:
+            self._finish()
+            return
+        self.progress = "rolled back"
+        self.reason = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
+        self._note_running()
+
+    def _step_ramp(self, desired: ModelConfig, now: float) -> None:
+        """Introduce one version after another."""
+        if not self.introductions:
+            following = next((one for one in self._wanted if self._rises(one)), None)
+            if following is None:
+                self._finish()
+                return
+            if not self._can_introduce(following) and not self._is_ready(following.name):
+                return
+            self._introduce(desired, following, now)
+        for name, one in list(self.introductions.items()):
+            self._decide_ramp(name, one, now)
+
+    def _decide_ramp(self, name: str, one: Introduction, now: float) -> None:
+        decision = self._decision(name, one, now)
+        if decision is None:
+            return
+        self._log(name, str(decision.state), decision.reason, share=decision.share, evidence=decision.evidence)
+        match decision.state:
+            case State.RAMPING:
+                self.runs[name].phase = "ready"
+            case State.DONE:
+                del self.introductions[name]
+                self._reached.add(name)
+                self._settle(name, one.target)
+            case State.ROLLED_BACK:
+                del self.introductions[name]
+                self.progress, self.reason = "rolled back", f"{name}: {decision.reason}"
+                self._note_running()
+
+    def _decision(self, name: str, one: Introduction, now: float) -> Decision | None:
+        """Let the rollout decide by what was seen of the version."""
+        run = self.runs[name]
+        health = run.health or AppHealth()
+        if health.failure is not None:
+            one.rollout.fail(health.failure)
+        needed = 1 if one.is_direct else max(1, self.bounds()[name][0])
+        if health.num_ready >= needed and not health.is_deleting:
+            one.rollout.replicas_ready()
+        decision = one.rollout.decide(now)
+        if one.rollout.state is State.PROBING:
+            run.phase = "probing"
+        return decision
+
+    def _introduce(self, desired: ModelConfig, version: VersionConfig, now: float) -> None:
+        """Start a version, or let more users have one that runs."""
+        run = self.runs.get(version.name)
+        if run is None or run.share == 0:
+            rollout = f"{self.model}/{version.name}@{self.generation}"
+            run = VersionRun(version, rollout) if run is None else self.runs.pop(version.name)
+            self.runs[version.name] = run  # the newest
+            run.rollout, run.phase, run.delete_at_s = rollout, "starting", None
+            self._log(version.name, "starts", f"generation {self.generation} has it")
+        target = version.traffic / 100
+        if self._is_direct:
+            one = Introduction.direct(run.rollout, desired, version.name, target=target, now=now)
+        else:
+            others = [other.name for other in self.runs.values() if other.share > 0 and other is not run]
+            one = Introduction.ramp(
+                run.rollout, desired, version.name, running=", ".join(others), target=target, share=run.share, now=now
+            )
+        self.introductions[version.name] = one
+
+    def _can_introduce(self, version: VersionConfig) -> bool:
+        """Whether a version without users can start: it does not run, or can be kept."""
+        run = self.runs.get(version.name)
+        if run is None:
+            return True
+        is_deleting = run.health is not None and run.health.is_deleting
+        is_same = _settings(run.config) == _settings(version)
+        return version.name not in self.introductions and run.share == 0 and is_same and not is_deleting
+
+    def _revise(self, name: str, one: Introduction) -> None:
+        """Keep an introduction in another generation if its target is the same; else end it where it is."""
+        wanted = {version.name: version.traffic / 100 for version in self._wanted}
+        is_same = one.is_direct or abs(one.target - wanted.get(name, 0.0)) < _SHARE_ERROR
+        if name in wanted and one.is_direct == self._is_direct and is_same:
+            return
+        del self.introductions[name]
+        if name not in wanted:
+            self._log(name, "rolled back", f"generation {self.generation} does not have it", evidence=one.evidence)
+        elif one.is_ramping:
+            self._settle(name, one.share)
+
+    # ------------------------------------------------------------------ shares and ends
+
+    def _is_ready(self, name: str) -> bool:
+        return name in self.runs and self.runs[name].phase == "ready"
+
+    def _rises(self, version: VersionConfig) -> bool:
+        """Whether a version has yet to get more users in this generation."""
+        if version.name in self._reached:
+            return False
+        share = self.runs[version.name].share if version.name in self.runs else 0.0
+        return version.traffic / 100 > share + _SHARE_ERROR
+
+    def _settle(self, name: str, share: float) -> None:
+        """Give a version its share; the others keep their proportions."""
+        others = [run for run in self.runs.values() if run.share > 0 and run.name != name]
+        total = sum(run.share for run in others)
+        for run in others:
+            run.share *= (1 - share) / total
+        self.runs[name].share = share if others else 1.0
+
+    def _finish(self) -> None:
+        """Give every version of the file exactly its share."""
+        shares, before = {version.name: version.traffic / 100 for version in self._wanted}, self.split
+        for run in self.runs.values():
+            run.share = shares.get(run.name, 0.0)
+        self.progress = "done"
+        if self.split != before:
+            listed = ", ".join(f"{name} {100 * share:g} %" for name, share in shares.items())
+            self._log_decision(self.model, None, "shares", reason=f"users are divided as in the file: {listed}")
+        self._note_running()
+
+    def _note_running(self) -> None:
+        """Remember what has users, and what had before."""
+        runs = [run for run in self.runs.values() if run.share > 0]
+        total = sum(run.share for run in runs)
+        running = tuple(replace(run.config, traffic=100 * run.share / total) for run in runs)
+        if running and running != self.running:
+            self.before, self.running = self.running or self.before, running
+
+    def _end_unused(self, now: float) -> None:
+        """Drain versions that have no users and are not about to get any."""
+        wanted = {version.name for version in self._wanted} if self.progress == "updating" else set()
+        for run in self.runs.values():
+            if run.share == 0 and run.phase != "draining" and run.name not in wanted | self.introductions.keys():
+                self._end(run, now)
+
+    def _end(self, run: VersionRun, now: float) -> None:
+        """Drain a version. One that had no users is deleted at once."""
+        run.phase, run.share = "draining", 0.0
+        run.delete_at_s = now if run.users_until_s is None else max(now, run.users_until_s + DRAIN_S)
+        self._log(run.name, "drains", "it gets no more requests, and is deleted when those that it has have ended")
+
+    def _restart(self, run: VersionRun) -> None:
+        """Start a version again whose application is gone."""
+        run.phase, run.deployed, run.delete_at_s = "starting", None, None
+        self._log(run.name, "starts", "its application was gone")
+        one = self.introductions.get(run.name)
+        if one is not None and one.is_ramping:
+            one.rollout.fail("its application was gone")
+
+    def _observe_restart(self, run: VersionRun, health: AppHealth, now: float) -> None:
+        """Give a version its users again when its replicas are ready; deploy it again if it fails."""
+        if health.num_ready:
+            run.phase, run.delete_at_s = "ready", None
+            self._log(run.name, "ready", "replicas are ready again", share=run.share)
+        elif health.failure is not None and run.delete_at_s is None:
+            run.delete_at_s = now + RETRY_S
+            self._log(run.name, "failed", health.failure)
+
+    def changed_version(self, desired: ModelConfig) -> str | None:
+        """A version that runs under this name with other settings; None: there is none."""
+        for version in desired.live_versions:
+            run = self.runs.get(version.name)
+            if run is not None and run.phase != "draining" and _settings(run.config) != _settings(version):
+                return version.name
+        return None
+
+    def _log(
+        self, version: str, what: str, reason: str, *, share: float | None = None,
+        evidence: tuple[dict[str, Any], ...] = (),
+    ) -> None:  # fmt: skip
+        self._log_decision(self.model, version, what, share=share, reason=reason, evidence=evidence)
+
+    # ------------------------------------------------------------------ plain data
+
+    def to_plain(self) -> dict[str, Any]:
+        """All state as plain data."""
+        return {
+            "desired": None if self.desired is None else encode(self.desired), "generation": self.generation,
+            "progress": self.progress, "reason": self.reason, "refusal": self.refusal,
+            "is_direct": self._is_direct, "is_at_once": self._is_at_once, "failed": self._failed,
+            "reached": sorted(self._reached),
+            "runs": [run.to_plain() for run in self.runs.values()],
+            "introductions": [one.to_plain() for one in self.introductions.values()],
+            "running": [encode(one) for one in self.running], "before": [encode(one) for one in self.before],
+        }  # fmt: skip
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """Continue from `to_plain()`."""
+        self.desired = None if plain["desired"] is None else decode(ModelConfig, plain["desired"], "snapshot")
+        self.generation, self.progress = plain["generation"], plain["progress"]
+        self.reason, self.refusal, self._failed = plain["reason"], plain["refusal"], dict(plain["failed"])
+        self._reached = set(plain["reached"])
+        self._is_direct, self._is_at_once = plain["is_direct"], plain["is_at_once"]
+        runs = [VersionRun.from_plain(one) for one in plain["runs"]]
+        self.runs = {run.name: run for run in runs}
+        introductions = [Introduction.from_plain(one) for one in plain["introductions"]]
+        self.introductions = {one.version: one for one in introductions}
+        self.running = tuple(decode(VersionConfig, one, "snapshot") for one in plain["running"])
+        self.before = tuple(decode(VersionConfig, one, "snapshot") for one in plain["before"])
+
+
+def _settings(version: VersionConfig) -> VersionConfig:
+    """A version without its traffic."""
+    return replace(version, traffic=0.0)
