@@ -60,13 +60,12 @@ class Models(ABC):
 
     def check_room(self) -> None:
         """Refuse a request before its body is read, if no model could serve any request now."""
-        refusal = refusal_of("loading")
-        for service in self.services:
-            try:
-                return service.check_room()
-            except ApiError as error:
-                refusal = error
-        raise refusal
+        services = self.services
+        if any(service.has_room for service in services):
+            return
+        for service in sorted(services, key=lambda one: one.owner.state != "ready"):
+            service.check_room()  # says why, and counts the refusal
+        raise refusal_of("loading")
 
     def listed(self) -> list[ServedModel]:
         """Return all models that requests can name, each followed by its adapters."""

@@ -137,8 +137,14 @@ class Service:
         adapted = [ServedModel(id=name, parent=self.model_name, **common) for name in self.adapter_names]
         return [ServedModel(id=self.model_name, parent=None, **common), *adapted]
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the smallest request could be served now."""
+        admission = self.admission
+        return self.owner.state == "ready" and (admission is None or admission.is_full(time.monotonic()) is None)
+
     def check_room(self) -> None:
-        """Refuse a request before its body is read, if no request could be served now."""
+        """Refuse a request if not even the smallest one could be served now."""
         _ = self.engine
         if (admission := self.admission) is not None and (refusal := admission.is_full(time.monotonic())) is not None:
             raise overloaded(admission, refusal)

@@ -111,6 +111,12 @@ def add(app, name, version, owner):
     return service
 
 
+def fill(service):
+    """Leave no room for another request."""
+    service.set_capacity(num_engines=1, num_fronts=1000)
+    return service.admission.admit(Demand(num_completions=2, num_prompt_tokens=1, max_tokens=1))
+
+
 @pytest.fixture(scope="module")
 def texts(app, owners):
     """Return what each engine answers by itself."""
@@ -201,8 +207,7 @@ def test_observers_see_who_was_served_by_what(app):
 def test_a_full_version_refuses_alone_and_observers_see_it(app):
     app.models.moved, seen = {"carol"}, []
     full = app.models.by_name["right"]["june"]
-    full.set_capacity(num_engines=1, num_fronts=1000)
-    admitted = full.admission.admit(Demand(num_completions=2, num_prompt_tokens=1, max_tokens=1))
+    admitted = fill(full)
     app.front.observers.append(seen.append)
     refused = app.http.post("/v1/chat/completions", json=chat_body(model="right", user="carol"))
     assert refused.json()["error"]["code"] == "overloaded"
@@ -216,6 +221,22 @@ def test_a_full_version_refuses_alone_and_observers_see_it(app):
     assert found == [("june", True, False), ("may", False, False), ("june", False, False)]
     assert 0 < seen[1].first_token_s < seen[1].duration_s
     assert seen[1].ms_per_token > 0
+
+
+def test_a_request_is_refused_before_its_body_only_if_every_version_is_full(app):
+    app.models.moved = set()
+    versions = app.models.by_name["right"]
+    full = [app.models.by_name["left"]["may"], versions["june"]]
+    opened = [fill(service) for service in full]
+    before = [dict(service.admission.num_refused) for service in full]
+    assert app.http.post("/tokenize", json={"model": "right", "prompt": "hello"}).status_code == 200
+    assert [service.admission.num_refused for service in full] == before, "no request was for these"
+    full, opened = [*full, versions["may"]], [*opened, fill(versions["may"])]
+    refused = app.http.post("/tokenize", content=b"this is not read")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+    for service, admitted in zip(full, opened, strict=True):
+        service.set_capacity(num_engines=1, num_fronts=1)
+        service.admission.close(admitted, 0.0)
 
 
 def test_every_version_has_metrics_of_its_own_and_a_metric_is_described_once(app):
