@@ -12,8 +12,6 @@ output in a thread. The core (`core`), in a thread or a process of its own (`tra
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import gc
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 
-from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import FlushCaches
 from saccade.engine.core.statistics import Statistics
@@ -32,15 +29,15 @@ from saccade.engine.frontend.batch import Conversation, Sampling, complete_all, 
 from saccade.engine.frontend.beam_search import BeamSearchParams, search_all
 from saccade.engine.frontend.core_client import Connect
 from saccade.engine.frontend.front_end import FrontEnd
-from saccade.engine.frontend.open_request import OnDelta
-from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor, default_num_workers
+from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
 from saccade.engine.frontend.profile import write_profile
-from saccade.engine.load_core import load_core, with_slots
+from saccade.engine.frontend.text_request import OnDelta
+from saccade.engine.load_core import with_slots
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, CompletionDelta, RequestOptions
 from saccade.engine.sampling_params import SamplingParams
-from saccade.engine.transport.thread import CoreThread
+from saccade.engine.start import start
 from saccade.errors import RequestError
 from saccade.model.families import family_of
 from saccade.processor import Processor
@@ -83,21 +80,18 @@ class Engine:
         `refused_adapters`. `config` can have slots for more.
         """
         folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
-        dtype = None if dtype == "auto" else dtype
         family_of(folder)  # a model of another kind is refused before anything starts
         processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
-        with contextlib.ExitStack() as opened:
-            preprocessor = opened.enter_context(_preprocessor(folder, config, limits, device))
-            connect = _connect(folder, config, processor, device, dtype)
-            engine = Engine(connect, processor, preprocessor, adapters)
-            opened.pop_all()  # the engine closes it
-            opened.enter_context(engine)
-            engine._adapters.load_wanted()
-            preprocessor.wait_until_ready()  # its workers started while the weights were loaded
-            opened.pop_all()
-        gc.freeze()  # until `close`: a full collection of all that torch has imported delays outputs by 0.1 s
-        atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
-        return engine
+        return start(
+            folder,
+            config,
+            lambda connect, preprocessor: Engine(connect, processor, preprocessor, adapters),
+            lambda engine: engine._adapters.load_wanted(),
+            device=device,
+            dtype=dtype,
+            limits=limits,
+            processor=processor,
+        )
 
     # -------------------------------------------------------------- completions
 
@@ -358,37 +352,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# ------------------------------------------------------------------ the parts of an engine
-
-
-def _preprocessor(
-    folder: Path, config: EngineConfig, limits: MediaLimits | None, device: str | torch.device
-) -> Preprocessor:
-    return Preprocessor(
-        folder,
-        num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
-        processed_image_cache_bytes=config.processed_image_cache_bytes,
-        timeout_s=config.preprocess_timeout_s,
-        max_images=config.max_images_per_request,
-        limits=limits,
-        chat_template=config.chat_template,
-        patchifies_on_device=resolve_device(device).type == "cuda",
-    )
-
-
-def _connect(
-    folder: Path,
-    config: EngineConfig,
-    processor: Processor,
-    device: str | torch.device,
-    dtype: str | torch.dtype | None,
-) -> Connect:
-    """How to start the core: in a process, or in a thread, for which the model is loaded here."""
-    if not config.core_process:
-        return partial(CoreThread, load_core(folder, config, processor, device=device, dtype=dtype))
-    from saccade.engine.transport.process import CoreProcess
-
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return partial(CoreProcess, folder, config, str(device), name)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from saccade.engine.core.messages import AddAdapter, RemoveAdapter
-from saccade.engine.frontend.front_end import FrontEnd
+from saccade.engine.frontend.open_requests import OpenRequests
 from saccade.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class Adapters:
     """Adapters by name: wanted, and loaded or refused by the core. Thread-safe."""
 
-    def __init__(self, front_end: FrontEnd, wanted: Mapping[str, Path]) -> None:
+    def __init__(self, requests: OpenRequests, wanted: Mapping[str, Path]) -> None:
         """`wanted` adapters are loaded by `load_wanted`."""
-        self._front_end = front_end
+        self._requests = requests
         self._lock = threading.Lock()
         self._wanted, self._loaded = dict(wanted), dict[str, Path]()
         self.refused: dict[str, str] = {}
@@ -33,7 +33,7 @@ class Adapters:
 
     def add(self, name: str, folder: Path, timeout_s: float | None = None) -> None:
         """Load an adapter. RequestError: it is refused, and says why."""
-        reply = self._front_end.ask(lambda reply_id: AddAdapter(name=name, folder=str(folder), reply_id=reply_id))
+        reply = self._requests.ask(lambda reply_id: AddAdapter(name=name, folder=str(folder), reply_id=reply_id))
         reply.result(timeout_s)
         with self._lock:
             self._loaded[name] = self._wanted[name] = folder
@@ -42,7 +42,7 @@ class Adapters:
     def remove(self, name: str, timeout_s: float | None = None) -> None:
         """Remove an adapter. Requests that run with it continue."""
         if name not in self.refused:
-            reply = self._front_end.ask(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id))
+            reply = self._requests.ask(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id))
             reply.result(timeout_s)
         with self._lock:
             for adapters in (self._loaded, self._wanted, self.refused):
@@ -57,7 +57,7 @@ class Adapters:
             try:
                 self.add(name, folder)
             except RequestError as error:
-                if self._front_end.has_failed:  # the next core loads them
+                if self._requests.has_failed:  # the next core loads them
                     return
                 self.refused[name] = str(error)
                 logger.error("adapter %s is refused: %s", name, error)

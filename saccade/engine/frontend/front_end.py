@@ -1,75 +1,26 @@
-"""The open requests of an engine, and the thread that follows each to its end.
-
-    submit -> OpenRequest -> preprocessed -> core -> outputs -> inbox -> OpenRequest -> on_delta
-
-Any thread submits and cancels. One thread starts the requests whose prompts are ready and calls back with their output.
-"""
+"""The front end: prompts in, text out. The open requests of an engine whose output is text."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 
-from saccade.engine.core.deadlines import Deadlines
-from saccade.engine.core.messages import CoreInfo, Message
 from saccade.engine.frontend.core_client import Connect, CoreClient
-from saccade.engine.frontend.inbox import Inbox
-from saccade.engine.frontend.open_request import OnDelta, OpenRequest
+from saccade.engine.frontend.open_requests import OpenRequests
+from saccade.engine.frontend.text_request import OnDelta, TextRequest
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Failure, RequestOptions, RequestOutput
+from saccade.engine.request import RequestOptions
 from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import RequestError
 from saccade.processor import Processor
 
-logger = logging.getLogger(__name__)
 
-_CLOSED = Failure("running", "the engine was closed", "engine_stopped")
-
-
-class FrontEnd:
-    """Every accepted request ends exactly once: finished, cancelled, or failed with a reason. Thread-safe."""
+class FrontEnd(OpenRequests):
+    """Open requests that get deltas of text."""
 
     def __init__(self, connect: Connect, processor: Processor) -> None:
         """`connect` starts the core."""
         self.processor = processor
-        self._ids = itertools.count()
-        self._open: dict[str, OpenRequest] = {}
-        self._replies: dict[str, Future[None]] = {}
-        """Messages that the core has not answered, by reply id."""
-        self._lock = threading.Lock()
-        """Guards `_failure` and what is added to `_open` and `_replies`."""
-        self._failure: Failure | None = None
-        self._is_closed, self._is_serving = False, True
-        self._pid = os.getpid()
-        self._inbox = Inbox()
-        self._deadlines = Deadlines()
-        """Deadlines of requests in preprocessing, used by the front end's thread; the core has those of the others."""
-        self._has_stopped = threading.Event()
-        self._connect = partial(
-            connect, self._inbox.put, lambda failure: self._inbox.put(partial(self._fail_all, failure))
-        )
-        self.core: CoreClient = self._connect()
-        """The core that serves the requests now."""
-        self._thread = threading.Thread(target=self._serve, name="saccade-front", daemon=True)
-        self._thread.start()
-
-    @property
-    def info(self) -> CoreInfo:
-        """Limits and sizes of the core."""
-        return self.core.info
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
-
-    # -------------------------------------------------------------- from any thread
+        super().__init__(connect)
 
     def submit(
         self,
@@ -85,149 +36,25 @@ class FrontEnd:
         `on_delta` gets every delta if it `streams`, else the last one only.
         """
         self.check(sampling)
-        with self._lock:
-            self._check_open()
-            opened = OpenRequest(
-                f"request-{next(self._ids)}",
+
+        def make(core: CoreClient) -> TextRequest:
+            return TextRequest(
+                self.new_id(),
                 prompt,
                 sampling,
                 options,
                 on_delta,
                 streams=streams,
-                core=self.core,
+                core=core,
                 processor=self.processor,
-                on_end=self._forget,
+                on_end=self.forget,
             )
-            self._open[opened.id] = opened
-        limits = [limit for limit in (options.queue_timeout_s, options.timeout_s) if limit is not None]
-        if limits and not prompt.done():
-            self._inbox.put(partial(self._set_deadline, opened, min(limits)))
-        prompt.add_done_callback(lambda _: self._inbox.put(opened.start))
-        return opened.id
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; its last delta has the finish reason `cancelled`. No effect if it has ended."""
-        opened = self._open.get(request_id)
-        if opened is not None:
-            opened.cancel()
+        return self.open(make).id
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise RequestError if no request with these parameters can be submitted."""
-        self._check_open()
+        self.check_open()
         if sampling.n > 1:
             raise RequestError(f"n is {sampling.n}: a stream has one completion. Use generate")
         sampling.check_vocabulary(self.info.vocab_size)
-
-    def send(self, message: Message) -> None:
-        """Send a message that has no answer to the core."""
-        self.core.send(message)
-
-    def ask(self, message_of: Callable[[str], Message]) -> Future[None]:
-        """Send a message with a reply id. The future gets the core's answer; a refusal is a RequestError."""
-        reply: Future[None] = Future()
-        reply_id = f"reply-{next(self._ids)}"
-        with self._lock:
-            self._check_open()
-            self._replies[reply_id] = reply
-        self.core.send(message_of(reply_id))
-        return reply
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise RequestError("the engine was loaded before a fork, which its thread does not survive. Load one here")
-        if self._failure is not None:
-            raise RequestError(self._failure.message)
-
-    def _forget(self, request_id: str) -> None:
-        with self._lock:
-            self._open.pop(request_id, None)
-
-    # -------------------------------------------------------------- the front end's thread
-
-    def _serve(self) -> None:
-        while self._is_serving:
-            next_at = self._deadlines.next_at
-            item = self._inbox.get(None if next_at is None else max(0.0, next_at - time.perf_counter()))
-            try:
-                self._expire()
-                if callable(item):
-                    item()
-                elif item is not None:
-                    self.deliver(item)
-            except BaseException:
-                logger.exception("a command of the front end failed")
-
-    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give the outputs of the core to their requests."""
-        for output in outputs:
-            if (opened := self._open.get(output.request_id)) is not None:
-                opened.on_output(output)
-            elif (reply := self._replies.pop(output.request_id, None)) is not None:
-                _answer(reply, output.failure)
-
-    def _set_deadline(self, opened: OpenRequest, timeout_s: float) -> None:
-        self._deadlines.add(opened.submitted_at + timeout_s, opened.id, "preprocessing")
-        self._deadlines.prune(len(self._open), self._open.__contains__)
-
-    def _expire(self) -> None:
-        """End requests that are still being preprocessed when their deadline passes."""
-        if self._deadlines.next_at is None:
-            return
-        for request_id, _ in self._deadlines.pop_due(time.perf_counter()):
-            if (opened := self._open.get(request_id)) is not None:
-                opened.expire()
-
-    def _fail_all(self, failure: Failure) -> None:
-        with self._lock:
-            self._failure = failure
-            opened, replies = list(self._open.values()), list(self._replies.values())
-            self._replies.clear()
-        for request in opened:
-            request.end_early("failed", failure)
-        for reply in replies:
-            _answer(reply, failure)
-        self._has_stopped.set()
-
-    # -------------------------------------------------------------- a core that stops
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the core has died or the engine is closed. True before the first open request is failed for it."""
-        return self._failure is not None
-
-    def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
-        """Wait until the core has died or the engine is closed, and every request has ended. False: timeout."""
-        return self._has_stopped.wait(timeout_s)
-
-    def restart(self) -> None:
-        """Start a new core in place of one that died."""
-        if not self._has_stopped.is_set() or self._is_closed:
-            raise RuntimeError("restart replaces a core that has stopped by itself")
-        self.core.close()
-        self.core = self._connect()
-        with self._lock:
-            self._failure = None
-            self._has_stopped.clear()
-
-    def close(self) -> bool:
-        """Stop the core and the thread; open requests fail. False: closed already, or in a forked child."""
-        if self._is_closed or os.getpid() != self._pid:
-            return False
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("the engine cannot be closed from one of its callbacks")
-        self._is_closed = True
-        self.core.close()
-        self._inbox.put(self._stop)
-        self._thread.join()
-        return True
-
-    def _stop(self) -> None:
-        self._is_serving = False
-        self._fail_all(_CLOSED)
-
-
-def _answer(reply: Future[None], failure: Failure | None) -> None:
-    if failure is None:
-        reply.set_result(None)
-    else:
-        reply.set_exception(RequestError(failure.message))

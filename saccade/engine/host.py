@@ -1,0 +1,240 @@
+"""An engine whose requests arrive as tokens and encoded media, and whose outputs leave as tokens. It knows no text.
+
+    SentRequest, media -> preprocess (media workers) -> the prompt that was announced? -> core -> RequestOutput
+
+The sender has measured the images of a request (`measures_only`) and knows tokens, positions and keys. The host makes
+the prompt again from the media, with keys of its own: a sender can give no image the key of another. Media whose images
+are processed already need not be sent.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.core.messages import AddRequest, CoreInfo
+from saccade.engine.core.statistics import Statistics
+from saccade.engine.frontend.adapters import Adapters
+from saccade.engine.frontend.core_client import Connect, CoreClient
+from saccade.engine.frontend.open_request import OpenRequest
+from saccade.engine.frontend.open_requests import OpenRequests
+from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
+from saccade.engine.load_core import with_slots
+from saccade.engine.media import MediaMissingError as MediaMissingError
+from saccade.engine.prompt import TokenPrompt
+from saccade.engine.request import Failure, Request, RequestOutput
+from saccade.engine.start import start
+from saccade.engine.transport.wire import SentRequest
+from saccade.errors import RequestError
+from saccade.model.families import family_of
+from saccade.processor.image import MediaLimits
+
+OnOutput = Callable[[RequestOutput], None]
+"""Called from the host's thread; it must return at once. If it raises, the request is cancelled."""
+
+_DIFFERS = Failure(
+    "preprocessing",
+    "the prompt made of this request's media is not the one that was announced. Send the media that belong to the "
+    "request, and run the same version and checkpoint everywhere",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedWork:
+    """Work that is accepted and not computed yet, estimated from the requests without output.
+
+    Such a request counts with its whole prompt, also where pages of it are cached. Each image counts once, unless a
+    request with output has it too.
+    """
+
+    num_queued_patches: int
+    """Patches of images."""
+    num_queued_tokens: int
+    """Tokens of prompts, and output tokens that are known already."""
+
+
+class EngineHost:
+    """Serves requests of several senders at once. Thread-safe. Close it to end its threads and processes."""
+
+    def __init__(self, connect: Connect, preprocessor: Preprocessor, adapters: Mapping[str, str | Path]) -> None:
+        """Start the core with `connect`. `load` makes the arguments."""
+        self._preprocessor = preprocessor
+        self._requests = OpenRequests(connect)
+        self._adapters = Adapters(self._requests, {name: Path(folder).absolute() for name, folder in adapters.items()})
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = "auto",
+        config: EngineConfig | None = None,
+        limits: MediaLimits | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+    ) -> EngineHost:
+        """Load a checkpoint folder; the arguments are those of `Engine.load`."""
+        folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
+        family_of(folder)  # a model of another kind is refused before anything starts
+        return start(
+            folder,
+            config,
+            lambda connect, preprocessor: EngineHost(connect, preprocessor, adapters or {}),
+            lambda host: host._adapters.load_wanted(),
+            device=device,
+            dtype=dtype,
+            limits=limits,
+        )
+
+    # -------------------------------------------------------------- requests
+
+    def missing_media(self, sent: SentRequest) -> list[int]:
+        """Numbers of the tasks whose media are needed: their images are neither processed nor being processed."""
+        salt = sent.request.salt
+        return [number for number, task in enumerate(sent.tasks) if not self._preprocessor.has(task.digest, salt)]
+
+    def submit(self, sent: SentRequest, media: Sequence[bytes | None], on_output: OnOutput) -> None:
+        """Serve a request, whose id no open request may have. `media` of each task, None where it is not missing.
+
+        `on_output` gets its outputs; exactly one of them, the last, has a finish reason. A request that is refused
+        fails in the same way. MediaMissingError: more media are needed, since images were evicted; nothing is started
+        and `on_output` is not called.
+        """
+        request = sent.request
+        try:
+            self._requests.check_open()
+            request.sampling.check_vocabulary(self.info.vocab_size)
+            if len(media) != len(sent.tasks):
+                raise RequestError(f"{len(media)} media for {len(sent.tasks)} images and videos. Send one for each")
+        except RequestError as error:
+            self._refuse(request, str(error), on_output)
+            return
+        prompt = self._preprocessor.submit_tasks(sent.token_ids, sent.tasks, media, salt=request.salt)
+        try:
+            self._requests.open(
+                lambda core: _HostedRequest(request, prompt, on_output, core=core, on_end=self._requests.forget)
+            )
+        except RequestError as error:
+            prompt.cancel()
+            self._refuse(request, str(error), on_output)
+
+    def _refuse(self, request: Request, message: str, on_output: OnOutput) -> None:
+        failure = self._requests.failure or Failure("waiting", message, "invalid_request")
+        output = RequestOutput(request_id=request.id, finish_reason="failed", failure=failure)
+        self._requests.post(partial(on_output, output))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request; its last output has the finish reason `cancelled`. No effect if it has ended."""
+        self._requests.cancel(request_id)
+
+    # -------------------------------------------------------------- the state of the engine
+
+    @property
+    def info(self) -> CoreInfo:
+        """Limits and sizes of the core."""
+        return self._requests.info
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start of the core."""
+        return self._requests.core.statistics
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._requests.num_open
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters that requests can name."""
+        return self._adapters.loaded
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core; None if it runs in a thread."""
+        return getattr(self._requests.core, "pid", None)
+
+    def queued(self) -> QueuedWork:
+        """Work that is accepted and not computed yet."""
+        waiting, computed = [], set()
+        for opened in self._requests.all():
+            assert isinstance(opened, _HostedRequest), "a host opens no other requests"
+            if opened.has_output:
+                computed |= {span.key for span in opened.request.images}
+            else:
+                waiting.append(opened.request)
+        images = {span.key: span.num_patches for request in waiting for span in request.images}
+        return QueuedWork(
+            num_queued_patches=sum(patches for key, patches in images.items() if key not in computed),
+            num_queued_tokens=sum(len(request.token_ids) + len(request.output_ids) for request in waiting),
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the core has died or the host is closed. True before the first open request is failed for it."""
+        return self._requests.has_failed
+
+    def close(self) -> None:
+        """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
+        if self._requests.close():
+            self._preprocessor.close()
+            gc.unfreeze()
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _HostedRequest(OpenRequest):
+    """A request whose outputs are passed on as they are."""
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Future[TokenPrompt],
+        on_output: OnOutput,
+        *,
+        core: CoreClient,
+        on_end: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            request.id,
+            prompt,
+            queue_timeout_s=request.queue_timeout_s,
+            timeout_s=request.timeout_s,
+            core=core,
+            on_end=on_end,
+        )
+        self.request = request
+        self.has_output = False
+        """Whether it has output tokens, so that its prompt is computed."""
+        self._on_output = on_output
+
+    def _message(self, prompt: TokenPrompt) -> AddRequest | Failure:
+        """The request with the prompt that was made here. Tokens after it continue it."""
+        announced = list(self.request.token_ids)
+        if rest := announced[len(prompt.token_ids) :]:
+            prompt = prompt.continued(rest)
+        spans = tuple([image.span for image in prompt.images])
+        if (prompt.token_ids, spans) != (announced, self.request.images):
+            return _DIFFERS
+        request = replace(
+            self.request,
+            queue_timeout_s=self._remaining(self.request.queue_timeout_s),
+            timeout_s=self._remaining(self.request.timeout_s),
+        )
+        return AddRequest(request=request, prompt=prompt)
+
+    def _process(self, output: RequestOutput) -> None:
+        self.has_output = self.has_output or bool(output.token_ids)
+        if output.finish_reason is not None:
+            self._set_ended()
+        self._on_output(output)
