@@ -104,7 +104,7 @@ class EngineHost:
 
         `on_output` gets its outputs; exactly one of them, the last, has a finish reason. A request that is refused
         fails in the same way. MediaMissingError: more media are needed, since images were evicted; nothing is started
-        and `on_output` is not called.
+        and `on_output` is not called. RuntimeError: the host is closed.
         """
         request = sent.request
         try:

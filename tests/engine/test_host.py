@@ -246,7 +246,6 @@ def test_a_broken_image_fails_its_request_with_the_line_of_an_engine(host, measu
 
 def test_other_media_than_announced_fail_the_request(host, measuring):
     sent, [media] = sent_and_media(measuring, ask("x", new_image(1)))
-    _, [other] = sent_and_media(measuring, ask("x", new_image(2)))
     longer = served(host, sent, [media + b"1"]).end()
     assert "bytes were received" in longer.failure.message
     array, [pixels] = sent_and_media(measuring, ask("x", np.asarray(noise(64, 64, 3))))
@@ -254,7 +253,6 @@ def test_other_media_than_announced_fail_the_request(host, measuring):
     assert "not the one that was announced" in replaced.failure.message
     unlike = dataclasses.replace(sent, request=dataclasses.replace(sent.request, token_ids=[1, 2, 3]))
     assert "not the one that was announced" in served(host, unlike, [media]).end().failure.message
-    assert len(other) == len(media) or "bytes" in served(host, sent, [other]).end().failure.message
     assert served(host, sent, [media]).end().finish_reason == "length"
 
 
