@@ -52,6 +52,15 @@ def test_importing_a_light_module_loads_no_torch(module):
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0, f"{module} loads torch"
 
 
+def test_policies_of_fleets_need_neither_torch_nor_ray():
+    """Only `saccade.fleet.cluster` runs on a cluster; the contract about torch names every other module."""
+    modules = [f"saccade.fleet.{path.stem}" for path in (ROOT / "saccade/fleet").glob("[!_]*.py")]
+    contract = (ROOT / "pyproject.toml").read_text()
+    assert [module for module in modules if f'"{module}"' not in contract] == []
+    script = f"import sys, {', '.join(modules)}; sys.exit(bool({{'torch', 'ray'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
 def test_every_package_and_top_level_module_is_in_the_architecture_table():
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -31,7 +31,7 @@ POISONOUS = Failure(
     "invalid_request",
 )  # fmt: skip
 EXHAUSTED = Failure("running", "the engines of this request were lost; send it again", "engine_stopped")
-NOT_STARTED = Failure("waiting", "no engine could start the request within its time limit", "timeout")
+NOT_STARTED = Failure("waiting", "no engine could start the request within its time limit", "unavailable")
 
 
 class Continuation:

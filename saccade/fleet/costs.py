@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from saccade.engine.core.statistics import Statistics
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -38,6 +40,21 @@ class CostModel:
     def prompt_share(self, num_running: int) -> float:
         """Share of the engine's time that prompts and images get while `num_running` requests decode."""
         return 1 - self.decode_step_s(num_running) / self.mixed_step_s(num_running) if num_running else 1.0
+
+
+def measured_costs(statistics: Statistics, target_step_ms: float | None, assumed: CostModel) -> CostModel:
+    """The coefficients that an engine has measured; those that it has not are assumed."""
+    if not statistics.step_s:
+        return assumed
+    token_s, step_s = statistics.token_s, statistics.step_s
+    return CostModel(
+        patch_s=statistics.patch_s or assumed.patch_s * token_s / assumed.token_s,
+        token_s=token_s,
+        request_s=step_s,
+        step_s=step_s,
+        step_request_s=token_s,
+        target_step_s=(target_step_ms or 0.0) / 1e3,
+    )
 
 
 H200_8B = CostModel(

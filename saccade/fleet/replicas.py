@@ -83,3 +83,5 @@ class ReplicaStatistics:
     """Images it made resident since the last report, least recently used first; at most a few dozen."""
     prefixes: tuple[bytes, ...] = ()
     """Prefix blocks, likewise."""
+    costs: CostModel | None = None
+    """Its coefficients as measured by now. None: as before."""

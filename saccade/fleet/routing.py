@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -148,6 +148,8 @@ class Router:
         self._num_running[slot] = max(0, statistics.num_running + sum(event.num_requests for event in events))
         for event in events:
             self._queue(slot, event.work_s, event.time)
+        if statistics.costs is not None and (replica := self._replicas[slot]) is not None:
+            self._replicas[slot] = replace(replica, costs=statistics.costs)
         self._set_speed(slot)
         for image in statistics.images:
             self._images.touch(slot, image.key, image.patches)

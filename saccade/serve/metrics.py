@@ -85,6 +85,10 @@ class ServerMetrics:
         """Count an HTTP response. `route` is an entry of the route table: a client cannot make up a label."""
         self._http.labels(method if method in _METHODS else "other", route, str(status or _CLIENT_LEFT)).inc()
 
+    def register(self, collector: Collector) -> None:
+        """Export other metrics too."""
+        self._registry.register(collector)
+
     def collect(self) -> Iterable[Metric]:
         """Return all metrics as they are now."""
         return self._registry.collect()

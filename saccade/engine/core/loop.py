@@ -252,6 +252,7 @@ class EngineCore:
         if step.plan.chunks:
             self._last_step_s = self._last_read_at - max(step.started_at, previous)
             self._step_budget.observe(result.duration_s * 1e3, step.num_prompt_tokens, step.num_decode_tokens)
+            self._counter.count_times(self._step_budget, self._runner.encode_ms)
         self._grammars.accept(result)
         self._drafting.learn(step.plan, result, self.scheduler, self.statistics, self._step_budget.token_cost)
         self._counter.count_result(result)

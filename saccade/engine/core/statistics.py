@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 
 from saccade.engine.core.scheduler import Scheduler
 from saccade.engine.core.step import EncodeResult, StepPlan, StepResult
+from saccade.engine.core.step_budget import StepBudget
 from saccade.engine.core.step_runner import DeviceCounters
 from saccade.engine.core.time_histogram import TimeHistogram
 from saccade.engine.request import RequestOutput
+
+_PATCHES = 1024
+"""Patches of the pass whose time per patch is exported."""
 
 
 @dataclass
@@ -46,6 +50,12 @@ class Statistics:
     queue_counts: Sequence[int] = ()
     """Requests by the seconds that they waited for a slot, in the same buckets."""
     queue_total_s: float = 0.0
+    step_s: float = 0.0
+    """Expected time of a step that decodes one request. 0 before the first step, as the next two."""
+    token_s: float = 0.0
+    """Time by which another token makes a step longer."""
+    patch_s: float = 0.0
+    """Time of the vision encoder per patch."""
 
 
 class StatisticsCounter:
@@ -96,6 +106,12 @@ class StatisticsCounter:
         self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
         self.statistics.encode_counts = self._encode_times.counts
         self.statistics.encode_total_s = self._encode_times.total_s
+
+    def count_times(self, budget: StepBudget, encode_ms: Callable[[int], float]) -> None:
+        """Set the measured times of steps and of the encoder."""
+        self.statistics.step_s = budget.expected_ms(1) / 1e3
+        self.statistics.token_s = budget.token_ms / 1e3
+        self.statistics.patch_s = encode_ms(_PATCHES) / _PATCHES / 1e3
 
     def count_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Count output tokens and ended requests."""

@@ -74,6 +74,11 @@ class StepBudget:
         return self._decode_ms
 
     @property
+    def token_ms(self) -> float:
+        """Time by which another token makes a step longer. 0 before the first step."""
+        return self._slope or 0.0
+
+    @property
     def target_ms(self) -> float | None:
         """Target time of a step with prompts while there is no backlog. None: no target."""
         if self._target_ms is None:

@@ -23,26 +23,13 @@ from saccade.errors import ConfigError
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split
+from saccade.serve.rate_limit import Consumption
 
 MESSAGE_VERSION = 1
 """Version of both messages; increases when a field is added, removed or changes its meaning."""
 
 VersionState = Literal["starting", "probing", "ready", "draining"]
 """Phase of a version. Only a `ready` one has users; a `draining` one ends the requests that it has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Consumption:
-    """What requests of one API key took from its rate limits."""
-
-    requests: int = 0
-    """Requests."""
-    tokens: int = 0
-    """Tokens of prompts and outputs; negative after a correction of an estimate."""
-
-    def plus(self, other: Consumption) -> Consumption:
-        """The sum of two consumptions of a key."""
-        return Consumption(requests=self.requests + other.requests, tokens=self.tokens + other.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

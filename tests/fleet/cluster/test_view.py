@@ -5,10 +5,11 @@ import pytest
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
-from saccade.fleet.cluster.view import Consumption, FleetView, FrontReport, ModelView, VersionView
+from saccade.fleet.cluster.view import FleetView, FrontReport, ModelView, VersionView
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split, SplitEntry
+from saccade.serve.rate_limit import Consumption
 
 REPORT = FrontReport(
     front="front-1", number=7, url="http://127.0.0.1:8000",

@@ -1,0 +1,83 @@
+"""Applications of a fleet on Ray Serve: engines of each version, fronts, controller. The cluster is connected already.
+
+Fronts listen on a port of their own, so Ray Serve has no HTTP proxy. Fronts of one machine share the port.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ray import serve
+from ray.serve.api import RunTarget
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from saccade.config import encode
+from saccade.fleet.cluster.engine_replica import EngineReplica, EngineSetup
+from saccade.fleet.cluster.front import Front
+from saccade.fleet.cluster.names import ENGINE, FRONT, engine_app, front_app
+from saccade.fleet.cluster.ray_router import ChosenReplicaRouter
+from saccade.fleet.config import FleetConfig, ModelConfig, VersionConfig
+
+_UNLIMITED = 1_000_000
+"""Calls that a replica takes at a time: admission is the front's."""
+_METRICS_S = 1.0
+"""Seconds between two reports of a replica's load to the scaling policy."""
+_HEALTH_S, _HEALTH_TIMEOUT_S = 1.0, 30.0
+_FRONT_GRACE_S = 5.0
+"""Seconds for which a front finishes answers after its drain."""
+
+
+def deploy_engines(
+    fleet: FleetConfig, model: ModelConfig, version: VersionConfig, min_replicas: int, max_replicas: int
+) -> None:
+    """Deploy the engines of a version, or change their bounds. Replicas that run stay. Does not wait for replicas."""
+    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function="saccade.fleet.cluster.ray_scaling:PredictedQueueTime",
+        policy_kwargs={
+            "policy": encode(model.engines.scaling), "min_replicas": min_replicas, "max_replicas": max_replicas,
+        },
+    )  # fmt: skip
+    deployment = serve.deployment(
+        name=ENGINE,
+        ray_actor_options={"num_cpus": model.engines.cpus_per_replica, "num_gpus": version.gpus_per_replica},
+        max_ongoing_requests=_UNLIMITED,
+        graceful_shutdown_timeout_s=fleet.server.request_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(request_router_class=ChosenReplicaRouter),  # type: ignore[arg-type]
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=min_replicas, max_replicas=max_replicas, initial_replicas=max(1, min_replicas), policy=policy,
+            metrics_interval_s=_METRICS_S, look_back_period_s=2 * _METRICS_S, upscale_delay_s=0, downscale_delay_s=0,
+        ),
+    )  # fmt: skip
+    setup = EngineSetup(model=model.name, version=version).to_json()
+    _run(deployment(EngineReplica).bind(setup), engine_app(fleet.name, model.name, version.name))
+
+
+def deploy_fronts(fleet: FleetConfig) -> None:
+    """Deploy the fronts, or change how many there are."""
+    deployment = serve.deployment(
+        name=FRONT,
+        num_replicas=fleet.front.min_replicas,
+        ray_actor_options={"num_cpus": fleet.front.cpus_per_replica},
+        max_ongoing_requests=_UNLIMITED,
+        graceful_shutdown_timeout_s=fleet.server.drain_timeout_s + _FRONT_GRACE_S,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+    )
+    _run(deployment(Front).bind(json.dumps(encode(fleet))), front_app(fleet.name))
+
+
+def delete_app(name: str) -> None:
+    """Delete an application; its replicas finish what they have. No effect if there is none."""
+    serve.delete(name, _blocking=False)
+
+
+def _run(application: serve.Application, name: str) -> None:
+    serve.run_many(
+        [RunTarget(application, name=name, route_prefix=None, logging_config=LoggingConfig(enable_access_log=False))],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )

@@ -1,0 +1,70 @@
+"""Prometheus metrics of a front about the fleet: replicas, versions and their traffic, requests that were continued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from saccade.fleet.cluster.replica_set import ReplicaSet
+from saccade.fleet.cluster.view import ModelView
+
+_LABELS = ("model_name", "version")
+
+
+class FleetCollector(Collector):
+    """Reads the state of a front at each scrape."""
+
+    def __init__(
+        self, models: Callable[[], Sequence[ModelView]], replicas: Callable[[], Mapping[tuple[str, str], ReplicaSet]]
+    ) -> None:
+        """`replicas`: those of each model and version."""
+        self._models, self._replicas = models, replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics of the fleet."""
+        replicas = dict(self._replicas())
+        ready = {labels: float(one.num_ready) for labels, one in replicas.items()}
+        shares = {
+            (model.name, version): share
+            for model in self._models()
+            for version, share in model.split.shares.items()
+        }  # fmt: skip
+        yield _gauges("saccade:fleet_replicas_ready", "Engine replicas that get requests.", ready)
+        yield _gauges("saccade:fleet_version_share", "Share of a model's users that a version has.", shares)
+        counts: list[tuple[str, str, Callable[[ReplicaSet], float]]] = [
+            ("requests_continued", "Requests that continued on another replica.", lambda one: one.num_continued),
+            ("requests_lost", "Requests that lost their replica and could not continue.", lambda one: one.num_lost),
+            ("patches", "Patches of images in requests.", lambda one: one.num_patches),
+            ("patches_resident", "Those of images that the replica had.", lambda one: one.num_resident_patches),
+        ]
+        for name, help_text, read in counts:
+            counter = CounterMetricFamily(f"saccade:fleet_{name}", help_text, labels=_LABELS)
+            for labels, one in replicas.items():
+                counter.add_metric(labels, read(one))
+            yield counter
+        yield from _loads(replicas)
+
+
+def _loads(replicas: Mapping[tuple[str, str], ReplicaSet]) -> Iterator[Metric]:
+    """Load of each replica, as this front sees it."""
+    running = GaugeMetricFamily(
+        "saccade:fleet_replica_requests", "Requests on a replica.", labels=(*_LABELS, "replica")
+    )
+    queued = GaugeMetricFamily(
+        "saccade:fleet_replica_queue_seconds", "Work that waits on a replica.", labels=(*_LABELS, "replica")
+    )
+    for labels, one in replicas.items():
+        for load in one.loads():
+            running.add_metric((*labels, load.name), load.num_running)
+            queued.add_metric((*labels, load.name), load.queued_s)
+    yield running
+    yield queued
+
+
+def _gauges(name: str, help_text: str, values: Mapping[tuple[str, str], float]) -> Metric:
+    gauge = GaugeMetricFamily(name, help_text, labels=_LABELS)
+    for labels, value in values.items():
+        gauge.add_metric(labels, value)
+    return gauge

@@ -1,0 +1,132 @@
+"""The models of a fleet at a front: which version of a model answers which user, as the controller's view says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from saccade.fleet.cluster.fleet_metrics import FleetCollector
+from saccade.fleet.cluster.replica_set import ReplicaSet
+from saccade.fleet.cluster.served_version import FrontContext, ServedVersion
+from saccade.fleet.cluster.view import FleetView, ModelView, VersionView
+from saccade.serve.engine_owner import State, refusal_of
+from saccade.serve.front import Front
+from saccade.serve.models import Chosen, Models
+from saccade.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_EVERY_S = 0.5
+"""Seconds between two looks whether a version that left the view has open requests."""
+
+
+@dataclass
+class _Entry:
+    """One version of a model."""
+
+    owner: ServedVersion
+    service: Service
+
+
+class FleetModels(Models):
+    """A directory that follows the controller's views. Used in the event loop."""
+
+    def __init__(self, front: Front, context: FrontContext) -> None:
+        self._front, self._context = front, context
+        self._view = FleetView(epoch=0, generation=0, models=())
+        self._entries: dict[tuple[str, str], _Entry] = {}
+        self.is_draining = False
+        """Whether new requests are refused, because this front stops."""
+        self._closing: set[asyncio.Task[None]] = set()
+        front.metrics.register(FleetCollector(lambda: self._view.models, self._replicas))
+
+    # ------------------------------------------------------------------ views
+
+    def follow(self, view: FleetView) -> None:
+        """Follow a view, unless it is of a controller that another one has replaced."""
+        if view.epoch < self._view.epoch:
+            return
+        self._view = view
+        wanted = {(model.name, one.config.name): one for model in view.models for one in model.versions}
+        for key, version in wanted.items():
+            if key not in self._entries:
+                self._entries[key] = self._open(key[0], version)
+        for key in self._entries.keys() - wanted.keys():
+            closing = asyncio.create_task(self._close(self._entries.pop(key)))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self.share_capacity()
+
+    def _open(self, model: str, version: VersionView) -> _Entry:
+        owner = ServedVersion(self._context, model, version.config, self.share_capacity)
+        service = Service(
+            front=self._front, engine_config=version.config.engine, model_name=model, version=version.config.name,
+            owner=owner,
+        )  # fmt: skip
+        owner.replicas.on_change = self.share_capacity
+        return _Entry(owner, service)
+
+    async def _close(self, entry: _Entry) -> None:
+        """Close a version when its last request has ended."""
+        while entry.owner.replicas.num_open:
+            await asyncio.sleep(_CLOSE_EVERY_S)
+        entry.owner.close()
+        entry.service.close()
+
+    def share_capacity(self) -> None:
+        """Admit this front's part of what the ready replicas can serve."""
+        for entry in self._entries.values():
+            num_engines = max(1, entry.owner.replicas.num_ready)
+            entry.service.set_capacity(num_engines=num_engines, num_fronts=max(1, self._view.num_fronts))
+
+    def _replicas(self) -> dict[tuple[str, str], ReplicaSet]:
+        return {key: entry.owner.replicas for key, entry in list(self._entries.items())}
+
+    def close(self) -> None:
+        """Close all versions."""
+        for entry in self._entries.values():
+            entry.owner.close()
+
+    # ------------------------------------------------------------------ a directory
+
+    @property
+    def state(self) -> State:
+        """What this front can do now."""
+        return "draining" if self.is_draining else super().state
+
+    def check_room(self) -> None:
+        """Refuse a request before its body is read, if it could not be served now."""
+        if self.is_draining:
+            raise refusal_of("draining")
+        super().check_room()
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """Versions that can have users."""
+        entries = [self._entries.get((model.name, one)) for model in self._view.models for one in model.split.shares]
+        return [entry.service for entry in entries if entry is not None]
+
+    def choose(self, name: str | None, user: str) -> Chosen:
+        """Return the version of a model, or of an adapter's model, that a user has."""
+        for model in self._view.models:
+            if name == model.name or (name is None and len(self._view.models) == 1):
+                return Chosen(self._service(model, user, lambda one: True), None)
+            if name in model.adapters:
+                return Chosen(self._service(model, user, lambda one: name in one.config.adapters), name)
+        raise self.unknown(name)
+
+    def _service(self, model: ModelView, user: str, may_answer: Callable[[VersionView], bool]) -> Service:
+        """The user's version, or the first one that may answer instead."""
+        chosen = model.split.version_of(user)
+        ready = [one for one in model.versions if one.state == "ready" and may_answer(one)]
+        version = next((one for one in ready if one.config.name == chosen), next(iter(ready), None))
+        if version is None:
+            raise refusal_of("loading")
+        return self._entries[model.name, version.config.name].service
+
+    def version(self, model: str, version: str) -> ServedVersion | None:
+        """One version, whether or not it has users."""
+        entry = self._entries.get((model, version))
+        return None if entry is None else entry.owner

@@ -1,0 +1,55 @@
+"""The Ray Serve deployment of fronts: one replica is one HTTP server, on a port that fronts of a machine share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from typing import Any
+
+from ray import serve
+
+from saccade.config import decode
+from saccade.fleet.cluster.front_server import FrontServer
+from saccade.fleet.cluster.names import CONTROLLER, controller_app
+from saccade.fleet.config import FleetConfig
+from saccade.fleet.probes import Probe
+from saccade.log import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
+class Front:
+    """Accepts requests and sends them to engines. It follows the controller's view of the fleet."""
+
+    def __init__(self, fleet: str) -> None:
+        """Listen; Ray reports an error that this raises."""
+        set_up_logging()
+        config = decode(FleetConfig, json.loads(fleet), "fleet")
+        self._controller: Any = None
+        self._app = controller_app(config.name)
+        num_workers = max(1, round(config.front.cpus_per_replica))
+        self._server = FrontServer(uuid.uuid4().hex, config, self._sync, num_workers=num_workers)
+        logger.info("front listens at %s", self._server.url)
+
+    async def _sync(self, report: bytes) -> bytes:
+        if self._controller is None:
+            self._controller = serve.get_deployment_handle(CONTROLLER, self._app)
+        answer: bytes = await self._controller.sync.remote(report)
+        return answer
+
+    async def probe(self, model: str, version: str, probe: str) -> str:
+        """Answer of a version to a probe, given as JSON."""
+        asked = decode(Probe, json.loads(probe), "probe")
+        return await asyncio.wrap_future(self._server.probe(model, version, asked))
+
+    def check_health(self) -> None:
+        """Raise if the server has stopped; Ray replaces the replica."""
+        if not self._server.is_alive:
+            raise RuntimeError("the front has stopped")
+
+    def __del__(self) -> None:
+        """Drain and stop; Ray calls this when it stops the replica."""
+        if (server := getattr(self, "_server", None)) is not None:
+            server.stop()

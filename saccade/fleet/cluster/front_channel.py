@@ -1,0 +1,68 @@
+"""The outputs of one front's requests on a replica, from the engine's thread to a stream of messages.
+
+Outputs that arrive while a message is on its way are sent together, one per request: a message for every step costs the
+same for one stream and for hundreds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from saccade.engine.request import RequestOutput, merge_outputs
+from saccade.engine.transport.wire import encode_outputs
+from saccade.fleet.cluster.messages import pack
+
+
+class FrontChannel:
+    """One front. The engine's thread puts outputs; everything else runs in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outputs: deque[RequestOutput] = deque()
+        self._has_outputs = asyncio.Event()
+        self._is_scheduled = False
+        self.request_ids: set[str] = set()
+        """Requests that have not ended."""
+        self.heard_at = time.monotonic()
+        """When the front last called."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output, from any thread."""
+        self._outputs.append(output)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._is_scheduled = False
+        self._has_outputs.set()
+
+    async def messages(self, load: Callable[[], bytes], every_s: float) -> AsyncIterator[bytes]:
+        """Messages of the channel: outputs as they come, and the load of the replica every so often."""
+        report_at = time.monotonic()
+        while True:
+            if (wait_s := report_at - time.monotonic()) <= 0:
+                report_at = time.monotonic() + every_s
+                yield load()
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_outputs.wait()
+            if outputs := self._take():
+                yield pack("outputs", encode_outputs(outputs))
+
+    def _take(self) -> list[RequestOutput]:
+        """All outputs, those of a request as one."""
+        self._has_outputs.clear()
+        merged: dict[str, RequestOutput] = {}
+        while self._outputs:
+            output = self._outputs.popleft()
+            earlier = merged.get(output.request_id)
+            merged[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
+            if output.finish_reason is not None:
+                self.request_ids.discard(output.request_id)
+        return list(merged.values())

@@ -1,0 +1,77 @@
+"""Messages of an engine replica to a front: msgpack of plain data with a version number before it.
+
+A front opens one channel to each replica: a stream of messages from the replica.
+
+    Hello       first: what the replica is
+    Load        every second: its queues and what its caches got
+    outputs     whenever there are any: those of all requests of this front, as the engine writes them
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from saccade.engine.core.messages import CoreInfo
+from saccade.errors import ConfigError
+from saccade.fleet.costs import CostModel
+from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
+
+CHANNEL_VERSION = 1
+"""Version of these messages; increases when a field is added, removed or changes its meaning."""
+
+Kind = Literal["hello", "load", "outputs"]
+_KINDS: tuple[Kind, ...] = ("hello", "load", "outputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a replica is."""
+
+    replica: Replica
+    """Name, version, measured costs, cache sizes and adapters."""
+    info: CoreInfo
+    """Limits and sizes of its engine core."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The message as plain data."""
+        replica = asdict(self.replica) | {"adapters": sorted(self.replica.adapters)}
+        return {"replica": replica, "info": asdict(self.info)}
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Hello:
+        """Inverse of `to_plain`."""
+        fields = plain["replica"]
+        costs, adapters = CostModel(**fields["costs"]), frozenset(fields["adapters"])
+        return Hello(replica=Replica(**fields | {"costs": costs, "adapters": adapters}), info=CoreInfo(**plain["info"]))
+
+
+def load_to_plain(load: ReplicaStatistics) -> dict[str, Any]:
+    """Statistics of a replica as plain data."""
+    return asdict(load) | {"images": [tuple(image) for image in load.images]}
+
+
+def load_from_plain(plain: dict[str, Any]) -> ReplicaStatistics:
+    """Inverse of `load_to_plain`."""
+    images, costs = tuple(Image(*fields) for fields in plain["images"]), plain["costs"]
+    costs = None if costs is None else CostModel(**costs)
+    return ReplicaStatistics(**plain | {"images": images, "prefixes": tuple(plain["prefixes"]), "costs": costs})
+
+
+def pack(kind: Kind, content: Any) -> bytes:
+    """A message of the channel."""
+    packed: bytes = msgpack.packb((CHANNEL_VERSION, _KINDS.index(kind), content))
+    return packed
+
+
+def unpack(message: bytes) -> tuple[Kind, Any]:
+    """Kind and content of a message; raises ConfigError for one of another version."""
+    version, kind, content = msgpack.unpackb(message, strict_map_key=False)
+    if version != CHANNEL_VERSION:
+        raise ConfigError(
+            f"an engine replica speaks version {version} of the fleet's channel, this front version {CHANNEL_VERSION}. "
+            "Update fronts and engines to one version of Saccade: saccade fleet up"
+        )
+    return _KINDS[kind], content

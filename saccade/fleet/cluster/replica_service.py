@@ -1,0 +1,213 @@
+"""One engine replica without Ray: what fronts call. It knows no HTTP, no keys and no text.
+
+    front -> submit(message, media) -> EngineHost -> outputs -> the front's channel
+
+Fronts open a channel each. A front that has not called for a few seconds is dead: its requests are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any
+
+from saccade.engine.host import EngineHost
+from saccade.engine.media import MediaMissingError
+from saccade.engine.request import Request, RequestOutput
+from saccade.engine.transport.wire import decode_request
+from saccade.fleet.cluster.front_channel import FrontChannel
+from saccade.fleet.cluster.messages import Hello, load_to_plain, pack
+from saccade.fleet.config import VersionConfig
+from saccade.fleet.costs import H200_8B, CostModel, measured_costs
+from saccade.fleet.describe import ExpectedLength, routed
+from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
+
+logger = logging.getLogger(__name__)
+
+_FRONT_TIMEOUT_S = 3.5
+"""Seconds without a call after which a front is dead."""
+_REPORT_S = 0.5
+"""Seconds between two reports of the load to a front."""
+_MAX_NEWS = 256
+"""Images and prefix blocks that a report may have."""
+_PATCHES_PER_TOKEN = 4
+_WEIGHT = 0.05
+"""Weight of the newest request in the mean time of a request."""
+
+
+class _News:
+    """What has become resident, for reports to several fronts."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, Any]] = deque(maxlen=_MAX_NEWS)
+        self.number = 0
+
+    def add(self, item: Any) -> None:
+        self.number += 1
+        self._items.append((self.number, item))
+
+    def since(self, number: int) -> tuple[Any, ...]:
+        return tuple(item for each, item in self._items if each > number)
+
+
+class ReplicaService:
+    """Serves the fronts from one engine. Everything but the outputs runs in one event loop."""
+
+    def __init__(self, name: str, version: VersionConfig, host: EngineHost) -> None:
+        self.name, self._version, self._host = name, version, host
+        self._fronts: dict[str, FrontChannel] = {}
+        self._images, self._prefixes, self._expected = _News(), _News(), ExpectedLength()
+        self._arrived_s = 0.0
+        self._started_at: dict[str, float] = {}
+        self._request_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ calls of fronts
+
+    async def channel(self, front: str) -> AsyncIterator[bytes]:
+        """Messages for a front, until it leaves."""
+        channel = self._front(front)
+        seen = [0, 0]
+
+        def load() -> bytes:
+            images, prefixes = self._images.since(seen[0]), self._prefixes.since(seen[1])
+            seen[:] = self._images.number, self._prefixes.number
+            return pack("load", load_to_plain(self._statistics(images, prefixes)))
+
+        yield pack("hello", self._hello().to_plain())
+        try:
+            async for message in channel.messages(load, _REPORT_S):
+                yield message
+        finally:
+            if self._fronts.get(front) is channel:
+                self._leave(front)
+
+    async def submit(self, front: str, message: bytes, media: Sequence[Awaitable[bytes]]) -> None:
+        """Take a request. Media are read only if they are not cached here."""
+        channel, sent = self._front(front), decode_request(message)
+        parts: list[bytes | None] = [None] * len(media)
+        for number in self._host.missing_media(sent):
+            parts[number] = await media[number]
+        request_id = sent.request.id
+        channel.request_ids.add(request_id)
+        self._started_at[request_id] = time.monotonic()
+        self._count(sent.request)
+
+        def on_output(output: RequestOutput) -> None:
+            if output.finish_reason is not None:
+                self._count_end(request_id)
+            channel.put(output)
+
+        while True:
+            try:
+                return self._host.submit(sent, parts, on_output)
+            except MediaMissingError as error:  # evicted since
+                for number in error.numbers:
+                    parts[number] = await media[number]
+
+    async def cancel(self, front: str, request_ids: Sequence[str]) -> None:
+        """Cancel requests of a front."""
+        self._front(front)
+        for request_id in request_ids:
+            self._host.cancel(request_id)
+
+    async def heartbeat(self, front: str) -> None:
+        """Note that a front is alive."""
+        self._front(front)
+
+    # ------------------------------------------------------------------ the replica
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine core has stopped. Its requests have ended, and their last outputs say why."""
+        return self._host.has_failed
+
+    def scaling_load(self) -> dict[str, float]:
+        """Load of this replica for the scaling of its pool, as `saccade.fleet.scaling` counts it."""
+        info, statistics = self._host.info, self._host.statistics
+        return {
+            "arrived_s": self._arrived_s,
+            "waiting_s": self._statistics((), ()).queued_s,
+            "num_running": float(self._host.num_open),
+            "slots": float(info.max_requests),
+            "request_s": self._request_s,
+            "pages_used": float(info.num_pages - statistics.num_free_pages),
+            "pages": float(info.num_pages),
+        }
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._host.close()
+
+    # ------------------------------------------------------------------ what is counted
+
+    def _front(self, front: str) -> FrontChannel:
+        """The channel of a front that has just called."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch_fronts())
+        if front not in self._fronts:
+            self._fronts[front] = FrontChannel(asyncio.get_running_loop())
+        self._fronts[front].heard_at = time.monotonic()
+        return self._fronts[front]
+
+    async def _watch_fronts(self) -> None:
+        """Cancel the requests of fronts that have died."""
+        while True:
+            await asyncio.sleep(_FRONT_TIMEOUT_S / 4)
+            for front, channel in list(self._fronts.items()):
+                if time.monotonic() - channel.heard_at > _FRONT_TIMEOUT_S:
+                    logger.warning("front %s is gone: %d requests are cancelled", front, len(channel.request_ids))
+                    self._leave(front)
+
+    def _leave(self, front: str) -> None:
+        for request_id in self._fronts.pop(front).request_ids:
+            self._host.cancel(request_id)
+
+    def _hello(self) -> Hello:
+        version, info = self._version, self._host.info
+        engine = version.engine
+        replica = Replica(
+            name=self.name, version=version.name, costs=self._costs,
+            cached_patches=engine.encoder_cache_tokens * _PATCHES_PER_TOKEN if engine.encoder_cache else 0,
+            cached_tokens=info.num_pages * info.page_size if engine.prefix_cache else 0,
+            adapters=frozenset(self._host.adapters),
+        )  # fmt: skip
+        return Hello(replica=replica, info=info)
+
+    @property
+    def _costs(self) -> CostModel:
+        """Times that the file states, else those that the engine has measured, else those of an 8B model."""
+        if self._version.costs is not None:
+            return self._version.costs
+        return measured_costs(self._host.statistics, self._version.engine.target_step_ms, H200_8B)
+
+    def _statistics(self, images: tuple[Image, ...], prefixes: tuple[bytes, ...]) -> ReplicaStatistics:
+        queued, costs = self._host.queued(), self._costs
+        return ReplicaStatistics(
+            as_of=time.time(), state="unhealthy" if self._host.has_failed else "ready",
+            queued_s=costs.work_s(queued.num_queued_patches, queued.num_queued_tokens),
+            num_running=self._host.num_open, images=images, prefixes=prefixes, costs=costs,
+        )  # fmt: skip
+
+    def _count(self, request: Request) -> None:
+        """Count the work of a request, and what it brings to the caches."""
+        described, costs = routed(request, self._version.name, self._expected), self._costs
+        patches, slots = sum(image.patches for image in described.images), self._host.info.max_requests
+        decode_s = described.output_tokens * costs.decode_step_s(slots)
+        self._arrived_s += costs.work_s(patches, described.prompt_tokens) + decode_s / slots
+        for image in described.images:
+            self._images.add(image)
+        for key in described.prefix:
+            self._prefixes.add(key)
+
+    def _count_end(self, request_id: str) -> None:
+        """Count the time that a request took; called from the engine's thread."""
+        began = self._started_at.pop(request_id, None)
+        if began is not None:
+            elapsed_s = time.monotonic() - began
+            self._request_s += (elapsed_s - self._request_s) * (_WEIGHT if self._request_s else 1.0)
