@@ -10,6 +10,9 @@ from saccade.fleet.costs import CostModel
 PREFIX_BLOCK = 256
 """Tokens of a prompt per key in `RoutedRequest.prefix`."""
 
+REPORT_S = 0.1
+"""Seconds between two reports of a replica: what fronts know of each other's requests is so old."""
+
 ReplicaState = Literal["ready", "draining", "unhealthy"]
 
 

@@ -47,7 +47,7 @@ class RoutingPolicy:
     work_price: float = 4.0
     """Seconds that one second of work counts: it delays the requests after it too, so repeating work costs more
     than the request's own time."""
-    home_share: float = 0.5
+    home_share: float = 0.25
     """Share of the work that a request may wait longer on the home of its image or prefix, while no replica has it."""
     tie_s: float = 0.002
     """Expected finishes that differ by no more than this are equal."""

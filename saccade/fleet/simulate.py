@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from saccade.fleet.replicas import Replica, ReplicaStatistics, RoutedRequest
+from saccade.fleet.replicas import REPORT_S, Replica, ReplicaStatistics, RoutedRequest
 from saccade.fleet.routing import Router
 from saccade.fleet.simulated_engine import Progress, SimulatedEngine
 from saccade.fleet.workloads import Arrival
@@ -25,8 +25,6 @@ from saccade.fleet.workloads import Arrival
 PolicyName = Literal["oracle", "expected-finish", "power-of-two", "round-robin"]
 POLICIES: tuple[PolicyName, ...] = ("oracle", "expected-finish", "power-of-two", "round-robin")
 """`oracle` is `expected-finish` with one front that gets the statistics of a replica at each of its events."""
-_REPORT_S = 1.0
-"""Seconds between two reports of a replica."""
 
 
 class _Policy(Protocol):
@@ -163,7 +161,7 @@ class _Run:
         self._engines = {replica.name: SimulatedEngine(replica) for replica in replicas}
         self._wake: list[tuple[float, str]] = []  # an entry that is not the engine's next event is out of date
         self._next = dict.fromkeys(names, float("inf"))
-        self._reports = [(_REPORT_S * number / len(names), name) for number, name in enumerate(names)]
+        self._reports = [(REPORT_S * number / len(names), name) for number, name in enumerate(names)]
         self._ended: list[Progress] = []
         self._decisions: list[float] = []
 
@@ -209,7 +207,7 @@ class _Run:
             self._advance(name, when)
             self._schedule(name)
             self._policy.update(name, self._engines[name].statistics())
-            heapq.heappush(self._reports, (when + _REPORT_S, name))
+            heapq.heappush(self._reports, (when + REPORT_S, name))
 
     def result(self) -> SimulationResult:
         """Figures of the requests that ended."""
