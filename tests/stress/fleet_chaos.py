@@ -29,8 +29,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 import torch
-from fleet.cluster.running_fleet import RunningFleet
 
+from bench.fleet_process import FleetProcess
 from saccade.model.initialize import initialize_random, named_size
 from saccade.serve.load.workload import data_url
 
@@ -230,7 +230,7 @@ async def main(arguments):
         checkpoint = Path(folder) / "tiny"
         initialize_random(checkpoint, named_size("tiny"), dtype=torch.float32)
         settings = {"num_engines": 3, "engine": {"num_pages": 2000, "max_requests": 64}}
-        with RunningFleet(Path(folder), checkpoint, name="chaos", **settings) as fleet:
+        with FleetProcess(Path(folder), checkpoint, name="chaos", **settings) as fleet:
             bodies = requests_of(arguments.seed, arguments.tokens)
             timeout = aiohttp.ClientTimeout(total=120)
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -1,4 +1,8 @@
 """A fleet on Ray Serve: the code that carries out the decisions of `saccade.fleet`.
 
-view.py        what a front and the controller tell each other every second
+front.py           deployment of fronts: front_server.py is its HTTP server, fleet_models.py the models that it serves,
+                   served_version.py one version of one of them, replica_set.py the replicas of that
+engine_replica.py  deployment of engines: replica_service.py is what fronts call
+controller.py      deployment of the controller, which decides what fronts follow (view.py)
+deployments.py     how the three are deployed; ray_router.py and ray_scaling.py are what Ray asks
 """

@@ -240,7 +240,7 @@ class ReplicaSet:
                 choice = self._router.choose(routed(request, self.version, self._expected), now)
                 if choice is not None:
                     break
-                if not self._links:
+                if not self.num_ready:
                     self._calls.wake()
                 await asyncio.sleep(_WAIT_STEP_S)
         self.num_patches += sum(image.num_patches for image in request.images)
