@@ -65,6 +65,14 @@ class ApiKey:
         return hashlib.sha256(b"saccade tenant\0" + (self.tenant or self.name).encode()).digest()[:16]
 
 
+def salt_of(key: ApiKey | None, cache_salt: str | None = None) -> bytes:
+    """Return the salt of the caches for a request, from those of its tenant and of the request itself."""
+    tenant = b"" if key is None else key.salt
+    if cache_salt is None:
+        return tenant
+    return hashlib.sha256(tenant + b"\0" + cache_salt.encode()).digest()[:16]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _KeyFile:
     keys: tuple[ApiKey, ...] = ()

@@ -26,7 +26,7 @@ from saccade.serve.engine_owner import EngineOwner
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.front import Front
 from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
-from saccade.serve.keys import ApiKey
+from saccade.serve.keys import salt_of
 from saccade.serve.prompt_input import PromptInput, text_input
 from saccade.serve.protocol.models import ServedModel
 from saccade.serve.record import RequestRecord
@@ -185,7 +185,7 @@ class Service:
             structured_field=structured_field,
         )
         try:
-            salt = _salt(key, cache_salt)
+            salt = salt_of(key, cache_salt)
             futures = await self._preprocess(request, opened, engine, prompts, salt)
             options = RequestOptions(
                 priority=priority or 0,
@@ -214,7 +214,7 @@ class Service:
 
     async def preprocess(self, request: Request, prompt: PromptInput) -> TokenPrompt:
         """Return a preprocessed prompt, for a request that generates nothing."""
-        engine, salt = self.engine, _salt(request.state.key, None)
+        engine, salt = self.engine, salt_of(request.state.key)
         with self._opened(request, prompt) as opened:
             [future] = await self._preprocess(request, opened, engine, [prompt], salt)
             return await self._in_time(request, asyncio.wrap_future(future))
@@ -293,11 +293,3 @@ def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams])
 def _remaining(record: RequestRecord, timeout_s: float) -> float:
     """Return the remaining time of a limit that began when the request arrived."""
     return max(_MIN_TIMEOUT_S, timeout_s - (time.perf_counter() - record.arrived_at))
-
-
-def _salt(key: ApiKey | None, cache_salt: str | None) -> bytes:
-    """Return the salt of the caches, from those of the tenant and the request."""
-    tenant = b"" if key is None else key.salt
-    if cache_salt is None:
-        return tenant
-    return hashlib.sha256(tenant + b"\0" + cache_salt.encode()).digest()[:16]
