@@ -41,13 +41,14 @@ class FrontChannel:
         self._is_scheduled = False
         self._has_outputs.set()
 
-    async def messages(self, load: Callable[[], bytes], every_s: float) -> AsyncIterator[bytes]:
-        """Messages of the channel: outputs as they come, and the load of the replica every so often."""
+    async def messages(self, load: Callable[[], bytes | None], every_s: float) -> AsyncIterator[bytes]:
+        """Messages of the channel: outputs as they come, and every so often the load of the replica if it changed."""
         report_at = time.monotonic()
         while True:
             if (wait_s := report_at - time.monotonic()) <= 0:
                 report_at = time.monotonic() + every_s
-                yield load()
+                if (report := load()) is not None:
+                    yield report
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade.engine.host import EngineHost
@@ -23,14 +24,14 @@ from saccade.fleet.cluster.messages import Hello, load_to_plain, pack
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.costs import H200_8B, CostModel, measured_costs
 from saccade.fleet.describe import ExpectedLength, routed
-from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
+from saccade.fleet.replicas import REPORT_S, Image, Replica, ReplicaStatistics
 
 logger = logging.getLogger(__name__)
 
 _FRONT_TIMEOUT_S = 3.5
 """Seconds without a call after which a front is dead."""
-_REPORT_S = 0.5
-"""Seconds between two reports of the load to a front."""
+_KEEP_ALIVE_S = 1.0
+"""Seconds after which the load is reported although it has not changed."""
 _MAX_NEWS = 256
 """Images and prefix blocks that a report may have."""
 _PATCHES_PER_TOKEN = 4
@@ -53,6 +54,27 @@ class _News:
         return tuple(item for each, item in self._items if each > number)
 
 
+class _Reports:
+    """The reports to one front: what has changed since the last one."""
+
+    def __init__(self, images: _News, prefixes: _News) -> None:
+        self._images, self._prefixes = images, prefixes
+        self._seen = 0, 0
+        self._last: ReplicaStatistics | None = None
+        self._reported_at = 0.0
+
+    def next(self, statistics: Callable[[tuple[Image, ...], tuple[bytes, ...]], ReplicaStatistics]) -> bytes | None:
+        """The next report. None: nothing has changed."""
+        now = time.monotonic()
+        load = statistics(self._images.since(self._seen[0]), self._prefixes.since(self._seen[1]))
+        unchanged = self._last is not None and replace(load, as_of=self._last.as_of) == self._last
+        if unchanged and now - self._reported_at < _KEEP_ALIVE_S:
+            return None
+        self._seen = self._images.number, self._prefixes.number
+        self._last, self._reported_at = replace(load, images=(), prefixes=()), now
+        return pack("load", load_to_plain(load))
+
+
 class ReplicaService:
     """Serves the fronts from one engine. Everything but the outputs runs in one event loop."""
 
@@ -69,17 +91,10 @@ class ReplicaService:
 
     async def channel(self, front: str) -> AsyncIterator[bytes]:
         """Messages for a front, until it leaves."""
-        channel = self._front(front)
-        seen = [0, 0]
-
-        def load() -> bytes:
-            images, prefixes = self._images.since(seen[0]), self._prefixes.since(seen[1])
-            seen[:] = self._images.number, self._prefixes.number
-            return pack("load", load_to_plain(self._statistics(images, prefixes)))
-
+        channel, reports = self._front(front), _Reports(self._images, self._prefixes)
         yield pack("hello", self._hello().to_plain())
         try:
-            async for message in channel.messages(load, _REPORT_S):
+            async for message in channel.messages(lambda: reports.next(self._statistics), REPORT_S):
                 yield message
         finally:
             if self._fronts.get(front) is channel:
