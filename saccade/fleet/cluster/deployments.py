@@ -5,8 +5,6 @@ Fronts listen on a port of their own, so Ray Serve has no HTTP proxy. Fronts of 
 
 from __future__ import annotations
 
-import json
-
 from ray import serve
 from ray.serve.api import RunTarget
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -14,7 +12,7 @@ from ray.serve.schema import LoggingConfig
 
 from saccade.config import encode
 from saccade.fleet.cluster.engine_replica import EngineReplica, EngineSetup
-from saccade.fleet.cluster.front import Front
+from saccade.fleet.cluster.front import Front, FrontSetup
 from saccade.fleet.cluster.names import ENGINE, FRONT, engine_app, front_app
 from saccade.fleet.cluster.ray_router import ChosenReplicaRouter
 from saccade.fleet.config import FleetConfig, ModelConfig, VersionConfig
@@ -67,7 +65,9 @@ def deploy_fronts(fleet: FleetConfig) -> None:
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
     )
-    _run(deployment(Front).bind(json.dumps(encode(fleet))), front_app(fleet.name))
+    num_workers = max(1, round(fleet.front.cpus_per_replica))
+    setup = FrontSetup(fleet=fleet.name, server=fleet.server, num_workers=num_workers)
+    _run(deployment(Front).bind(setup.to_json()), front_app(fleet.name))
 
 
 def delete_app(name: str) -> None:

@@ -6,31 +6,52 @@ import asyncio
 import json
 import logging
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 
-from saccade.config import decode
+from saccade.config import decode, encode
 from saccade.fleet.cluster.front_server import FrontServer
 from saccade.fleet.cluster.names import CONTROLLER, controller_app
-from saccade.fleet.config import FleetConfig
 from saccade.fleet.probes import Probe
 from saccade.log import set_up_logging
+from saccade.serve.config import ServeConfig
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSetup:
+    """What a front needs to know before it hears from the controller. Fronts restart when it changes."""
+
+    fleet: str
+    """Name of the fleet."""
+    server: ServeConfig
+    """Address, access and limits."""
+    num_workers: int
+    """Processes that read the headers of images."""
+
+    def to_json(self) -> str:
+        """The setup as JSON text."""
+        return json.dumps(encode(self))
+
+    @staticmethod
+    def from_json(text: str) -> FrontSetup:
+        """Inverse of `to_json`."""
+        return decode(FrontSetup, json.loads(text), "setup of a front")
 
 
 class Front:
     """Accepts requests and sends them to engines. It follows the controller's view of the fleet."""
 
-    def __init__(self, fleet: str) -> None:
+    def __init__(self, setup: str) -> None:
         """Listen; Ray reports an error that this raises."""
         set_up_logging()
-        config = decode(FleetConfig, json.loads(fleet), "fleet")
+        made = FrontSetup.from_json(setup)
         self._controller: Any = None
-        self._app = controller_app(config.name)
-        num_workers = max(1, round(config.front.cpus_per_replica))
-        self._server = FrontServer(uuid.uuid4().hex, config, self._sync, num_workers=num_workers)
+        self._app = controller_app(made.fleet)
+        self._server = FrontServer(uuid.uuid4().hex, made.fleet, made.server, self._sync, num_workers=made.num_workers)
         logger.info("front listens at %s", self._server.url)
 
     async def _sync(self, report: bytes) -> bytes:

@@ -24,12 +24,12 @@ from saccade.fleet.cluster.controller_link import ControllerLink
 from saccade.fleet.cluster.fleet_models import FleetModels
 from saccade.fleet.cluster.served_version import FrontContext
 from saccade.fleet.cluster.view import FleetView
-from saccade.fleet.config import FleetConfig
 from saccade.fleet.continuation import RetryBudget
 from saccade.fleet.outcomes import outcome_of
 from saccade.fleet.poison import PoisonList
 from saccade.fleet.probes import Probe
 from saccade.serve.app import create_app
+from saccade.serve.config import ServeConfig
 from saccade.serve.front import Front
 from saccade.serve.keys import KeyRing
 from saccade.serve.record import RequestRecord
@@ -47,10 +47,10 @@ _RETRIES_OF_A_FLEET = 512.0
 class FrontServer:
     """Serves until `stop`. Any thread may call it."""
 
-    def __init__(self, front: str, fleet: FleetConfig, sync: Sync, *, num_workers: int) -> None:
+    def __init__(self, front: str, fleet: str, config: ServeConfig, sync: Sync, *, num_workers: int) -> None:
         """Listen and start the thread. ConfigError: the address or the key file cannot be used."""
-        self._front_id, self._fleet, self._sync, self._num_workers = front, fleet, sync, num_workers
-        config = fleet.server
+        self._front_id, self._fleet, self._config = front, fleet, config
+        self._sync, self._num_workers = sync, num_workers
         self._limits = public_limits()
         remote = None
         if config.allow_remote_media:
@@ -102,12 +102,12 @@ class FrontServer:
         loop = asyncio.get_running_loop()
         poison, budget = PoisonList(time.monotonic), RetryBudget()
         context = FrontContext(
-            fleet=self._fleet.name, front=self._front_id, loop=loop, poison=poison, budget=budget,
+            fleet=self._fleet, front=self._front_id, loop=loop, poison=poison, budget=budget,
             limits=self._limits, num_workers=self._num_workers,
         )  # fmt: skip
         models = FleetModels(self._front, context)
         self._gate = create_app(self._front, models)
-        self._listener = Listener(self._fleet.server, self._gate, self._socket)
+        self._listener = Listener(self._config, self._gate, self._socket)
         link = ControllerLink(
             self._front_id, self.url, self._sync, partial(self._follow, models, context),
             take_consumption=self._front.rates.take_consumption, take_poison=poison.take_unreported,
@@ -135,7 +135,7 @@ class FrontServer:
         """Accept no more connections, wait for requests in progress, and stop."""
         assert self._listener is not None
         self._models.is_draining = True
-        deadline = time.monotonic() + self._fleet.server.drain_timeout_s
+        deadline = time.monotonic() + self._config.drain_timeout_s
         while self._gate.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for service in self._models.services:
