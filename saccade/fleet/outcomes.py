@@ -16,11 +16,12 @@ def outcome_of(record: RequestRecord) -> Outcome | None:
     if record.version is None or record.status == 0 or record.error_code in _OTHERS_FAULT:
         return None
     is_refused = record.error_code in _REFUSALS
-    if 400 <= record.status < 500 and not is_refused:
+    status = record.error_status or record.status  # the error may have come within a stream
+    if 400 <= status < 500 and not is_refused:
         return None
     values = {"refusals": float(is_refused)}
     if not is_refused:
-        values["errors"] = float(record.status >= 500 or record.error_code is not None or record.ending == "failed")
+        values["errors"] = float(status >= 500 or record.error_code is not None or record.ending == "failed")
     if record.first_token_s is not None:
         values["ttft"] = record.first_token_s
     if record.ms_per_token is not None:

@@ -69,16 +69,6 @@ class RequestRecord:
         self.error_code, self.error_status = code, status
 
     @property
-    def is_refusal(self) -> bool:
-        """Whether the request was refused because of the load of all clients."""
-        return self.error_code == "overloaded"
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the server failed to answer. Refusals for load and requests that were cancelled do not count."""
-        return self.error_status >= 500 and self.error_code not in ("overloaded", "cancelled")
-
-    @property
     def duration_s(self) -> float:
         """Time from arrival to the last byte."""
         return self.ended_at - self.arrived_at

@@ -34,6 +34,7 @@ def test_failures_and_refusals_count_against_the_version(fields, expected):
     "fields",
     [
         {"status": 400, "error_code": "bad_request"},
+        {"status": 200, "error_code": "invalid_request", "error_status": 400, "ending": "failed"},
         {"status": 429, "error_code": "rate_limit_exceeded"},
         {"status": 0},
         {"status": 200, "error_code": "cancelled", "ending": "cancelled"},

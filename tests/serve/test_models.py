@@ -217,8 +217,8 @@ def test_a_full_version_refuses_alone_and_observers_see_it(app):
     assert ask(app, "right", user="carol").headers["saccade-version"] == "june"
     full.admission.close(admitted, 0.0)
     app.front.observers.remove(seen.append)
-    found = [(one.version, one.is_refusal, one.is_error) for one in seen]
-    assert found == [("june", True, False), ("may", False, False), ("june", False, False)]
+    found = [(one.version, one.error_code, one.error_status) for one in seen]
+    assert found == [("june", "overloaded", 429), ("may", None, 0), ("june", None, 0)]
     assert 0 < seen[1].first_token_s < seen[1].duration_s
     assert seen[1].ms_per_token > 0
 
