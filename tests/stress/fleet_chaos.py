@@ -4,8 +4,8 @@
 
 Starts `saccade fleet up` with one front and three engine replicas of a tiny fp32 model. Each client streams one request
 after the other: greedy or sampled text, images, two completions, log-probabilities, JSON schemas. Processes are killed
-with SIGKILL in turn: two engines, then an engine and the front or Ray's controller. The fleet is whole again before the
-next kill.
+with SIGKILL in turn: engines, and after three of them the front or Ray's controller. Streams that run continue; new
+ones start when the fleet is whole again.
 
 The answer to each request is known from an undisturbed run. A stream has ended once if each choice has one finish
 reason and the stream one `[DONE]`, or one typed error. A broken connection is an ending only if the front was killed.
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import os
 import random
@@ -29,10 +31,10 @@ from pathlib import Path
 import aiohttp
 import psutil
 import torch
+from PIL import Image
 
 from bench.fleet_process import FleetProcess
 from saccade.model.initialize import initialize_random, named_size
-from saccade.serve.load.workload import data_url
 
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40, "maxItems": 60}
 ROUND = ("engine", "engine", "engine", "front", "engine", "engine", "engine", "controller")
@@ -42,7 +44,7 @@ TITLES = {
     "front": "ray::ServeReplica:chaos:front",
     "controller": "ray::ServeController",
 }
-RECOVERY_S = 60.0
+RECOVERY_S = 180.0
 TYPED = {"engine_stopped", "unavailable", "overloaded", "loading", "invalid_request", "timeout"}
 
 
@@ -68,7 +70,7 @@ def requests_of(seed: int, tokens: int) -> list[dict]:
     rng, found = random.Random(seed), []
     for number in range(12):
         text = f"Question {number}: {rng.random()}"
-        image = data_url(_picture(rng))
+        image = _picture(rng)
         parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": text}]
         base = {"model": "tiny", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         text_only = base | {"messages": [{"role": "user", "content": text}]}
@@ -87,9 +89,9 @@ def requests_of(seed: int, tokens: int) -> list[dict]:
 
 
 def _picture(rng):
-    from PIL import Image
-
-    return Image.new("RGB", (84, 56), tuple(rng.randrange(256) for _ in range(3)))
+    file, colour = io.BytesIO(), tuple(rng.randrange(256) for _ in range(3))
+    Image.new("RGB", (84, 56), colour).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 async def ask(session, url, kind, body) -> Answer:
@@ -136,6 +138,8 @@ class Load:
         self.url, self.bodies, self.expected, self.num_clients = url, bodies, expected, num_clients
         self.answers: list[Answer] = []
         self.must_stop = False
+        self.may_start = asyncio.Event()
+        """Cleared while the fleet recovers: on two cores new streams would delay the processes that start."""
         self.counts = Counter()
         self._last = {}
 
@@ -144,7 +148,7 @@ class Load:
         await asyncio.gather(*[self._client(session, numbers) for _ in range(self.num_clients)])
 
     async def _client(self, session, numbers):
-        while not self.must_stop:
+        while await self.may_start.wait() and not self.must_stop:
             kind = next(numbers) % len(self.bodies)
             answer = await ask(session, self.url, kind, self.bodies[kind])
             self.answers.append(answer)
@@ -189,11 +193,13 @@ async def kill_in_turn(session, url, load, num_kills, pause_s, rng):
     """Kill processes in turn; returns when each happened and what it was."""
     kills = []
     for number in range(num_kills):
+        load.may_start.set()
         await asyncio.sleep(pause_s)
         kind = ROUND[number % len(ROUND)]
         pid = rng.choice(processes(kind))
         os.kill(pid, signal.SIGKILL)
         kills.append((time.monotonic(), kind))
+        load.may_start.clear()
         began = time.monotonic()
         await asyncio.sleep(1.5)
         while (await metrics(session, url)).get("saccade:fleet_replicas_ready", 0) < 3 or not processes("controller"):
@@ -249,6 +255,7 @@ async def main(arguments):
                 kills = await kill_in_turn(session, fleet.url, load, arguments.kills, arguments.pause, rng)
                 await asyncio.sleep(1.0)
                 load.must_stop = True
+                load.may_start.set()
                 await running
                 counting.cancel()
     counts, examples = judge(load, kills)
@@ -272,7 +279,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--pause", type=float, default=2.0)
+    parser.add_argument("--pause", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
     asyncio.run(main(parser.parse_args()))
