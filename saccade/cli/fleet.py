@@ -44,7 +44,7 @@ def simulate(
     fleet: FleetFile = None,
     trace: Annotated[Path | None, typer.Option(help="File of requests as JSON lines; see docs/fleet.md.")] = None,
     workload: Annotated[
-        str, typer.Option(help="image-groups, chat or poisson, if there is no trace.")
+        str, typer.Option(help="image-groups, own-images, chat or poisson, if there is no trace.")
     ] = "image-groups",
     model: Annotated[str | None, typer.Option(help="Model of the file.", show_default="the first")] = None,
     replicas: Annotated[
@@ -54,6 +54,7 @@ def simulate(
         float | None, typer.Option(min=0.001, help="Requests per second.", show_default="5 per replica")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 3000,
+    encoders: Annotated[int, typer.Option(min=0, help="Encoder replicas, which encode images for all engines.")] = 0,
     fronts: Annotated[int, typer.Option(min=1, help="Fronts that route requests.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and requests.")] = 0,
     as_json: JsonOption = False,
@@ -76,17 +77,22 @@ def simulate(
     arrivals = read_trace(trace) if trace else list(WORKLOADS[workload](rate, requests, seed))
     results = []
     for policy in POLICIES:
-        result = simulate(arrivals, engines, policy, num_fronts=fronts, seed=seed, clock=time.thread_time)
+        result = simulate(
+            arrivals, engines, policy, num_fronts=fronts, num_encoders=encoders, seed=seed, clock=time.thread_time
+        )
         results.append(asdict(result))
     if as_json:
-        typer.echo(json.dumps({"replicas": len(engines), "requests": len(arrivals), "policies": results}))
+        record = {"replicas": len(engines), "encoders": encoders, "requests": len(arrivals), "policies": results}
+        typer.echo(json.dumps(record))
         return
-    typer.echo(f"{len(arrivals)} requests on {len(engines)} replicas of {served.name}, {fronts} fronts")
+    pool = f", {encoders} encoders" if encoders else ""
+    typer.echo(f"{len(arrivals)} requests on {len(engines)} replicas of {served.name}{pool}, {fronts} fronts")
     typer.echo("\n".join(_table(results)))
 
 
 _COLUMNS = (
-    ("image hits", "image_hit_rate", 100, ".1f", "%"), ("max/mean load", "max_over_mean_load", 1, ".2f", ""),
+    ("image hits", "image_hit_rate", 100, ".1f", "%"), ("pooled", "pooled_share", 100, ".1f", "%"),
+    ("max/mean load", "max_over_mean_load", 1, ".2f", ""),
     ("TTFT p50", "ttft_p50_s", 1000, ".0f", " ms"), ("p90", "ttft_p90_s", 1000, ".0f", " ms"),
     ("p99", "ttft_p99_s", 1000, ".0f", " ms"), ("output/s", "output_tokens_per_s", 1, ".0f", ""),
     ("decision p50", "decision_p50_us", 1, ".0f", " us"), ("p99", "decision_p99_us", 1, ".0f", " us"),
@@ -95,11 +101,12 @@ _COLUMNS = (
 
 
 def _table(results: list[dict[str, Any]]) -> list[str]:
-    rows = [["policy", *(heading for heading, *_ in _COLUMNS)]]
+    columns = [one for one in _COLUMNS if one[1] != "pooled_share" or results[0]["pooled_share"] is not None]
+    rows = [["policy", *(heading for heading, *_ in columns)]]
     for result in results:
         cells = [
             "-" if result[name] is None else f"{result[name] * factor:{form}}{unit}"
-            for _, name, factor, form, unit in _COLUMNS
+            for _, name, factor, form, unit in columns
         ]
         rows.append([result["policy"], *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -19,6 +19,7 @@ import numpy as np
 
 from saccade.fleet.replicas import REPORT_S, Replica, ReplicaStatistics, RoutedRequest
 from saccade.fleet.routing import Router
+from saccade.fleet.simulated_encoders import SimulatedEncoders
 from saccade.fleet.simulated_engine import Progress, SimulatedEngine
 from saccade.fleet.workloads import Arrival
 
@@ -113,6 +114,8 @@ class SimulationResult:
     """Requests, all of which ended."""
     image_hit_rate: float | None
     """Share of images that were not encoded, because the replica had them. None: no images."""
+    pooled_share: float | None
+    """Share of images for which engines asked encoder replicas. None: there are none."""
     max_over_mean_load: float
     """Requests in progress on the busiest replica over the mean, both averaged over time."""
     ttft_p50_s: float
@@ -131,10 +134,10 @@ class SimulationResult:
 
 def simulate(
     arrivals: Sequence[Arrival], replicas: Sequence[Replica], policy: PolicyName, *, num_fronts: int = 4,
-    seed: int = 0, clock: Callable[[], float] = lambda: 0.0,
+    num_encoders: int = 0, seed: int = 0, clock: Callable[[], float] = lambda: 0.0,
 ) -> SimulationResult:  # fmt: skip
     """Run all requests to their end. `clock` measures the decisions, in seconds; the simulation has its own time."""
-    run = _Run(replicas, policy, num_fronts, seed, clock)
+    run = _Run(replicas, policy, num_fronts, num_encoders, seed, clock)
     for arrival in arrivals:
         run.until(arrival.time)
         run.arrive(arrival)
@@ -146,8 +149,9 @@ class _Run:
     """The state of one simulation."""
 
     def __init__(
-        self, replicas: Sequence[Replica], policy: PolicyName, num_fronts: int, seed: int, clock: Callable[[], float]
-    ) -> None:
+        self, replicas: Sequence[Replica], policy: PolicyName, num_fronts: int, num_encoders: int, seed: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         names = [replica.name for replica in replicas]
         self._name, self._clock = policy, clock
         self._policy: _Policy
@@ -158,7 +162,9 @@ class _Run:
                 self._policy = _PowerOfTwo(names, seed)
             case _:
                 self._policy = _Fronts(replicas, 1 if policy == "oracle" else num_fronts, seed)
-        self._engines = {replica.name: SimulatedEngine(replica) for replica in replicas}
+        first = replicas[0]
+        self._encoders = SimulatedEncoders(num_encoders, first.costs, first.cached_patches) if num_encoders else None
+        self._engines = {replica.name: SimulatedEngine(replica, self._encoders) for replica in replicas}
         self._wake: list[tuple[float, str]] = []  # an entry that is not the engine's next event is out of date
         self._next = dict.fromkeys(names, float("inf"))
         self._reports = [(REPORT_S * number / len(names), name) for number, name in enumerate(names)]
@@ -217,11 +223,13 @@ class _Run:
         decision = np.percentile(self._decisions, [50, 99]) * 1e6
         num_images = sum(len(progress.request.images) for progress in self._ended)
         resident = sum(progress.resident_images for progress in self._ended)
+        pooled = sum(len(progress.pooled) for progress in self._ended)
         loads = [engine.request_seconds for engine in self._engines.values()]
         tokens = sum(progress.request.output_tokens for progress in self._ended)
         span = max(progress.end for progress in self._ended) - min(progress.arrived for progress in self._ended)
         return SimulationResult(
             policy=self._name, requests=len(self._ended), image_hit_rate=resident / num_images if num_images else None,
+            pooled_share=pooled / num_images if num_images and self._encoders is not None else None,
             max_over_mean_load=max(loads) / (sum(loads) / len(loads)), ttft_p50_s=p50, ttft_p90_s=p90, ttft_p99_s=p99,
             output_tokens_per_s=tokens / span, decision_p50_us=float(decision[0]), decision_p99_us=float(decision[1]),
         )  # fmt: skip

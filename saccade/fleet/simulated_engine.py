@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from saccade.fleet.replicas import PREFIX_BLOCK, Image, Replica, ReplicaStatistics, RoutedRequest
 from saccade.fleet.residency import Residency
+from saccade.fleet.simulated_encoders import SimulatedEncoders
 
 _REPORTED_KEYS = 64
 """Keys of each kind in a report, at most."""
@@ -25,18 +26,27 @@ class Progress:
     end: float = 0.0
     """Time of the last token."""
     resident_images: int = 0
-    """Images that were not encoded."""
+    """Images that were not encoded for this request."""
+    pooled: frozenset[bytes] = frozenset()
+    """Keys of images that encoder replicas encode."""
+    ready_at: float = 0.0
+    """Time at which the features of those have arrived."""
 
 
 class SimulatedEngine:
-    """Caches, queue and decode requests of one replica. `advance` moves it to a time, `next_event` at the latest."""
+    """Caches, queue and decode requests of one replica. `advance` moves it to a time, `next_event` at the latest.
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica, self.now = replica, 0.0
+    With encoder replicas an engine asks these for images, unless it would have encoded them earlier itself. Prompts
+    whose images are on the way let others pass.
+    """
+
+    def __init__(self, replica: Replica, encoders: SimulatedEncoders | None = None) -> None:
+        self.replica, self.now, self._encoders = replica, 0.0, encoders
         self._images, self._prefixes = Residency(), Residency()
         self._images.add_replica(0, replica.cached_patches)
         self._prefixes.add_replica(0, replica.cached_tokens)
         self._queue: deque[Progress] = deque()
+        self._head: Progress | None = None
         self._head_s = 0.0
         self._tokens = 0.0  # that a request which decodes since the beginning would have
         self._decoding: list[tuple[float, int, Progress]] = []
@@ -49,19 +59,23 @@ class SimulatedEngine:
     @property
     def num_running(self) -> int:
         """Requests in progress."""
-        return len(self._queue) + len(self._decoding)
+        return len(self._queue) + (self._head is not None) + len(self._decoding)
 
     def accept(self, progress: Progress) -> None:
         """Queue a request at the present time."""
+        if self._encoders is not None:
+            self._ask(progress, self._encoders)
         self._queue.append(progress)
-        if len(self._queue) == 1:
+        if self._head is None:
             self._begin()
 
     def next_event(self) -> float:
         """Time at which a prompt is computed or an answer ends, if nothing else happens; infinity: never."""
         times = [float("inf")]
-        if self._queue:
+        if self._head is not None:
             times.append(self.now + self._head_s / self._prompt_rate())
+        elif self._queue:
+            times.append(min(progress.ready_at for progress in self._queue))
         if self._decoding:
             times.append(self.now + max(0.0, self._decoding[0][0] - self._tokens) * self._token_s())
         return min(times)
@@ -70,7 +84,7 @@ class SimulatedEngine:
         """Work until `now`. Returns the requests that have their first token or their last since then."""
         elapsed = now - self.now
         self.request_seconds += elapsed * self.num_running
-        if self._queue:
+        if self._head is not None:
             self._head_s -= elapsed * self._prompt_rate()
         if self._decoding:
             self._tokens += elapsed / self._token_s()
@@ -79,17 +93,18 @@ class SimulatedEngine:
         while self._decoding and self._decoding[0][0] <= self._tokens + 1e-6:
             replies.append(heapq.heappop(self._decoding)[2])
             replies[-1].end = now
-        if self._queue and self._head_s <= 1e-9:
-            replies.append(self._queue.popleft())
-            self._start_decode(replies[-1])
-            if self._queue:
-                self._begin()
+        if self._head is not None and self._head_s <= 1e-9:
+            replies.append(self._head)
+            self._start_decode(self._head)
+            self._head = None
+        if self._head is None:
+            self._begin()
         return replies
 
     def load(self) -> ReplicaStatistics:
         """The load of the present moment, which every reply carries."""
-        waiting = sum(self._work_s(progress.request) for progress in list(self._queue)[1:])
-        queued_s = (self._head_s + waiting) / self._prompt_rate()
+        work = sum(self._work_s(progress) for progress in self._queue) + (0.0 if self._head is None else self._head_s)
+        queued_s = work / self._prompt_rate()
         return ReplicaStatistics(as_of=self.now, queued_s=queued_s, num_running=self.num_running)
 
     def statistics(self) -> ReplicaStatistics:
@@ -105,7 +120,7 @@ class SimulatedEngine:
     def _token_s(self) -> float:
         """Seconds per token of each request that decodes."""
         costs, running = self.replica.costs, len(self._decoding)
-        return costs.mixed_step_s(running) if self._queue else costs.decode_step_s(running)
+        return costs.mixed_step_s(running) if self._head is not None else costs.decode_step_s(running)
 
     def _missing_images(self, request: RoutedRequest, cached_tokens: int) -> list[Image]:
         images = (image for image in request.images if (image.last_block + 1) * PREFIX_BLOCK > cached_tokens)
@@ -117,16 +132,30 @@ class SimulatedEngine:
             depth += 1
         return depth * PREFIX_BLOCK
 
-    def _work_s(self, request: RoutedRequest) -> float:
+    def _work_s(self, progress: Progress) -> float:
+        request = progress.request
         cached = self._cached_tokens(request)
-        patches = sum(image.patches for image in self._missing_images(request, cached))
+        missing = self._missing_images(request, cached)
+        patches = sum(image.patches for image in missing if image.key not in progress.pooled)
         return self.replica.costs.work_s(patches, request.prompt_tokens - cached)
 
+    def _ask(self, progress: Progress, encoders: SimulatedEncoders) -> None:
+        """Ask encoder replicas for the images of a request, unless this engine would have encoded them earlier."""
+        missing = self._missing_images(progress.request, self._cached_tokens(progress.request))
+        own_s = sum(image.patches for image in missing) * self.replica.costs.patch_s / self._prompt_rate()
+        if missing and encoders.ready_at(missing, self.now) <= self.now + self.load().queued_s + own_s:
+            progress.ready_at = encoders.encode(missing, self.now)
+            progress.pooled = frozenset(image.key for image in missing)
+
     def _begin(self) -> None:
-        """Begin the prompt at the head of the queue."""
-        progress = self._queue[0]
+        """Begin the first prompt of the queue that does not wait for features, if there is one."""
+        ready = next((index for index, one in enumerate(self._queue) if one.ready_at <= self.now), None)
+        if ready is None:
+            return
+        progress = self._head = self._queue[ready]
+        del self._queue[ready]
         request = progress.request
-        self._head_s = self._work_s(request)
+        self._head_s = self._work_s(progress)
         cached = self._cached_tokens(request)
         missing = self._missing_images(request, cached)
         progress.resident_images = len(request.images) - len(missing)

@@ -56,6 +56,14 @@ def image_groups(rate: float, count: int, seed: int) -> Iterator[Arrival]:
         yield Arrival(time, _request(number, text=1300, output=256, images=images, prefix=shared))
 
 
+def own_images(rate: float, count: int, seed: int) -> Iterator[Arrival]:
+    """Requests with 3 images of 1280 x 720 that no other request has, 100 tokens of text, 32 out."""
+    rng = random.Random(seed)  # noqa: S311
+    for number, time in enumerate(_poisson(rng, rate, count)):
+        images = [(f"{number} {place}", 3680) for place in range(3)]
+        yield Arrival(time, _request(number, text=100, output=32, images=images))
+
+
 def chat(rate: float, count: int, seed: int) -> Iterator[Arrival]:
     """Conversations about one image of 672 x 672, of 1 to 8 turns, 20 s apart on average; all share 512 tokens."""
     rng = random.Random(seed)  # noqa: S311
@@ -83,6 +91,7 @@ def poisson(rate: float, count: int, seed: int) -> Iterator[Arrival]:
 
 WORKLOADS: dict[str, Callable[[float, int, int], Iterator[Arrival]]] = {
     "image-groups": image_groups,
+    "own-images": own_images,
     "chat": chat,
     "poisson": poisson,
 }

@@ -11,6 +11,7 @@ from saccade.fleet.config import FleetConfig
 from saccade.fleet.costs import H200_8B
 from saccade.fleet.replicas import PREFIX_BLOCK, Image, RoutedRequest
 from saccade.fleet.simulate import POLICIES, simulate
+from saccade.fleet.simulated_encoders import SimulatedEncoders
 from saccade.fleet.simulated_engine import Progress, SimulatedEngine
 from saccade.fleet.workloads import VERSION, WORKLOADS, read_trace, simulated_replicas
 
@@ -69,6 +70,54 @@ def test_prompts_are_slower_while_requests_decode_and_tokens_while_prompts_are_c
     assert long.end - long.first_token > 999 * H200_8B.step_s
 
 
+def test_an_engine_that_computes_prompts_gets_images_from_encoder_replicas():
+    [replica] = replicas(1)
+    encoders = SimulatedEncoders(1, H200_8B, replica.cached_patches)
+    engine = SimulatedEngine(replica, encoders)
+    text, image = Progress(request(0), 0.0), Progress(request(1, images=(Image(b"a", 1764, 441),)), 0.0)
+    engine.accept(text)
+    engine.accept(image)
+    finish(engine)
+    assert image.pooled == {b"a"}
+    assert encoders.busy_s == pytest.approx(1764 * H200_8B.patch_s)
+    alone = H200_8B.work_s(0, 1000)
+    assert image.first_token == pytest.approx(alone + alone / H200_8B.prompt_share(1))
+
+
+def test_an_idle_engine_encodes_an_image_earlier_than_encoder_replicas():
+    [replica] = replicas(1)
+    encoders = SimulatedEncoders(4, H200_8B, replica.cached_patches)
+    engine, progress = SimulatedEngine(replica, encoders), Progress(request(0, images=(Image(b"a", 1764, 441),)), 0.0)
+    engine.accept(progress)
+    finish(engine)
+    assert not progress.pooled
+    assert encoders.busy_s == 0
+    assert progress.first_token == pytest.approx(H200_8B.work_s(1764, 1000))
+
+
+def test_a_prompt_that_waits_for_features_lets_others_pass():
+    [replica] = replicas(1)
+    engine = SimulatedEngine(replica, SimulatedEncoders(3, H200_8B, replica.cached_patches))
+    images = tuple(Image(bytes([number]), 40_000, 10_000) for number in range(3))
+    large, small = Progress(request(0, images=images, tokens=30_000), 0.0), Progress(request(1), 0.0)
+    engine.accept(large)
+    engine.accept(small)
+    finish(engine)
+    assert len(large.pooled) == 3
+    assert small.first_token == pytest.approx(H200_8B.work_s(0, 1000))
+    assert large.first_token > large.ready_at > small.first_token
+
+
+def test_features_that_encoder_replicas_keep_are_not_encoded_again():
+    encoders = SimulatedEncoders(1, H200_8B, 2000)
+    first, second = [Image(b"a", 1764, 441)], [Image(b"b", 1764, 441)]
+    ready = encoders.encode(first, 0.0)
+    assert encoders.encode(first, 1.0) == pytest.approx(1.0 + ready - 1764 * H200_8B.patch_s)
+    encoders.encode(second, 2.0)  # there is room for one
+    assert encoders.ready_at(first, 3.0) == pytest.approx(3.0 + ready)
+    assert encoders.busy_s == pytest.approx(2 * 1764 * H200_8B.patch_s)
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_ends_under_every_policy(workload, policy):
@@ -79,6 +128,7 @@ def test_every_request_ends_under_every_policy(workload, policy):
     assert result.max_over_mean_load >= 1
     assert (result.image_hit_rate or 0) <= 0.9
     assert simulate(arrivals, replicas(4), policy) == result
+    assert simulate(arrivals, replicas(3), policy, num_encoders=1).requests == 200
 
 
 def test_workloads_have_the_rate_and_the_sizes_that_they_name():
@@ -130,6 +180,8 @@ def test_the_command_prints_a_row_per_policy(command, tmp_path):
     record = json.loads(command("fleet", "simulate", str(EXAMPLE), "--trace", str(file), "--json").out)
     assert (record["replicas"], record["requests"]) == (2, 3)
     assert [one["policy"] for one in record["policies"]] == list(POLICIES)
+    pooled = command(*words, "--encoders", "2")
+    assert ("pooled" in ended.out, "pooled" in pooled.out) == (False, True)
     assert "Use one of image-groups" in command(*words, "--workload", "other").err
     assert "Models: tiny" in command(*words, "--model", "other").err
 
