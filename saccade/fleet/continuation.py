@@ -69,10 +69,10 @@ class Continuation:
         """Note the tokens of an output that is passed on."""
         self.output_ids.extend(output.token_ids)
 
-    def lose(self) -> Verdict:
-        """Note that the replica died; whether another one may be tried."""
+    def lose(self, *, is_suspect: bool = True) -> Verdict:
+        """Note that the replica died; whether another one may be tried. Not `is_suspect`: it could not be reached."""
         self.num_losses += 1
-        self._num_suspected += len(self.output_ids) - self._num_sent_ids < _BYSTANDER_TOKENS
+        self._num_suspected += is_suspect and len(self.output_ids) - self._num_sent_ids < _BYSTANDER_TOKENS
         if self._num_suspected >= MAX_SUSPECTED:
             return "poison"
         return "exhausted" if self.num_losses >= MAX_LOSSES else "retry"

@@ -36,6 +36,15 @@ def test_a_request_that_loses_two_replicas_soon_after_it_came_is_poison():
     assert following.lose() == "poison"
 
 
+def test_a_request_whose_replicas_could_not_be_reached_is_not_suspected():
+    following = Continuation(REQUEST, "front", now=0.0)
+    verdicts = []
+    for _ in range(MAX_LOSSES):
+        following.next_request(0.0)
+        verdicts.append(following.lose(is_suspect=False))
+    assert verdicts == ["retry"] * (MAX_LOSSES - 1) + ["exhausted"]
+
+
 def test_a_request_that_had_decoded_for_a_while_is_not_suspected_and_ends_after_so_many_losses():
     following, verdicts = Continuation(REQUEST, "front", now=0.0), []
     for _ in range(MAX_LOSSES):

@@ -40,6 +40,10 @@ class EngineSetup:
         return decode(EngineSetup, json.loads(text), "setup of a replica")
 
 
+class WrongReplicaError(Exception):
+    """A call reached another replica than the one that it names, which is gone."""
+
+
 class EngineReplica:
     """One engine. Every call names the replica that it is for: Ray routes by this argument."""
 
@@ -47,30 +51,39 @@ class EngineReplica:
         """Load the engine; Ray reports an error that this raises."""
         set_up_logging()
         made = EngineSetup.from_json(setup)
-        version, name = made.version, serve.get_replica_context().replica_id.unique_id
+        version, self._name = made.version, serve.get_replica_context().replica_id.unique_id
         host = EngineHost.load(
             Path(version.checkpoint), device="auto" if version.gpus_per_replica else "cpu", dtype=None,
             config=version.engine, limits=MediaLimits(allow_local_files=False), adapters=version.adapters,
         )  # fmt: skip
-        self._service = ReplicaService(name, version, host)
-        logger.info("replica %s of %s %s is ready", name, made.model, version.name)
+        self._service = ReplicaService(self._name, version, host)
+        logger.info("replica %s of %s %s is ready", self._name, made.model, version.name)
 
     async def channel(self, front: str, replica: str) -> AsyncIterator[bytes]:
         """Messages for a front, until it leaves."""
+        self._check(replica)
         async for message in self._service.channel(front):
             yield message
 
     async def submit(self, front: str, message: bytes, media: Sequence[Any], replica: str) -> None:
         """Take a request. Media are references to bytes in Ray's object store."""
+        self._check(replica)
         await self._service.submit(front, message, media)
 
     async def cancel(self, front: str, request_ids: Sequence[str], replica: str) -> None:
         """Cancel requests of a front."""
+        self._check(replica)
         await self._service.cancel(front, request_ids)
 
     async def heartbeat(self, front: str, replica: str | None) -> None:
         """Note that a front is alive. A call that names no replica starts one, if the pool has none."""
-        await self._service.heartbeat(front)
+        if replica is not None:
+            self._check(replica)
+            await self._service.heartbeat(front)
+
+    def _check(self, replica: str) -> None:
+        if replica != self._name:
+            raise WrongReplicaError(f"replica {replica} is gone; this is {self._name}")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Load of this replica; Ray passes it to the scaling policy."""

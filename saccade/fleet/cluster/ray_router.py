@@ -35,8 +35,10 @@ class ChosenReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica alone. Without a choice all replicas are as good; a replica that is gone has no rank."""
+        """The chosen replica alone. If it is gone, any other one, which refuses the call.
+
+        Ray has few tasks that route calls: a call without a replica would occupy one of them for ever.
+        """
         chosen = None if pending_request is None else pending_request.kwargs.get("replica")
-        if chosen is None:
-            return [candidate_replicas]
-        return [[one for one in candidate_replicas if one.replica_id.unique_id == chosen]]
+        found = [one for one in candidate_replicas if one.replica_id.unique_id == chosen]
+        return [found or candidate_replicas]

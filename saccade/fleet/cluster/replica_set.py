@@ -227,8 +227,9 @@ class ReplicaSet:
         except Exception as error:
             logger.warning("request %s was not accepted by replica %s: %r", sent.id, link.name, error)
             if sent.link is link and link.name in self._links:  # a lost replica has retried it already
+                self._router.set_state(link.name, "unhealthy")  # until it reports again
                 self._forget_on_replica(sent, cancels=True)
-                self._retry(sent)
+                self._retry(sent, is_suspect=False)
 
     async def _choose(self, sent: _Sent) -> ReplicaLink:
         """Choose and reserve a replica. TimeoutError: none was ready in time."""
@@ -273,14 +274,14 @@ class ReplicaSet:
 
     # ------------------------------------------------------------------ a replica that is lost, the end
 
-    def _retry(self, sent: _Sent) -> None:
+    def _retry(self, sent: _Sent, *, is_suspect: bool = True) -> None:
         """Continue a request on another replica, or end it."""
         if sent.task is not None and sent.task is not asyncio.current_task():
             sent.task.cancel()
         self._by_replica_id.pop(sent.id, None)
         self._router.finish(sent.id, self._clock())
         sent.link = sent.held = None
-        verdict = sent.continuation.lose()
+        verdict = sent.continuation.lose(is_suspect=is_suspect)
         if verdict == "poison":
             self._poison.add(digest_of(sent.message.request))
         if verdict == "retry" and self._budget.take():
