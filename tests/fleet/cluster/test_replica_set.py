@@ -160,15 +160,15 @@ def test_a_request_that_ends_two_replicas_is_refused_everywhere(checkpoint):
     with LocalFleet(checkpoint, ("one", "two", "three")) as fleet:
         killed = []
 
-        def kill_each(request_id):
+        def kill_each():
+            hosts = fleet.replicas.hosts
             while len(killed) < 2:
-                names = {sent.link.name for sent in list(fleet.set._sent.values()) if sent.link is not None}
-                for name in names - set(killed):
+                for name in [name for name in hosts if name not in killed and hosts[name].num_open]:
                     killed.append(name)
                     fleet.kill(name)
                 time.sleep(0.001)
 
-        killer = threading.Thread(target=kill_each, args=("",))
+        killer = threading.Thread(target=kill_each)
         killer.start()
         [completion] = fleet.engine.generate(about(), params(max_tokens=400))
         killer.join()
