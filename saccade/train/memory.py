@@ -45,7 +45,7 @@ CONTEXT_BYTES = GIB
 CPU_CONTEXT_BYTES = int(0.24 * GIB)
 """Memory of a process on a CPU for Python and its modules. Pages of library files are not counted: how many are mapped
 depends on the page cache, and the system drops them when memory is needed."""
-CPU_BF16_BYTES = GIB // 16
+CPU_BF16_BYTES = GIB // 24
 """Kernels that oneDNN compiles for products in bf16."""
 LOADER_BYTES = GIB // 8
 """Modules of the process that loader workers are forked from."""
