@@ -11,7 +11,7 @@ the simulation to compare policies, not for absolute latencies; docs/log compare
 import argparse
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,11 +233,13 @@ def requests_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
 class Simulation:
     """One run of a workload."""
 
-    def __init__(self, arrivals: Sequence[Arrival], config: EngineConfig) -> None:
+    def __init__(
+        self, arrivals: Sequence[Arrival], config: EngineConfig, requests: Iterable[tuple[float, Request]] | None = None
+    ) -> None:
         self.arrivals, self.gpu = arrivals, Gpu()
         self.runner = SimulatedRunner(config, self.gpu)
         self._core = EngineCore(self.runner, clock=lambda: self.gpu.now)  # type: ignore[arg-type]
-        self._inbox = deque(sorted(requests_of(arrivals), key=lambda item: item[0]))
+        self._inbox = deque(sorted(requests or requests_of(arrivals), key=lambda item: item[0]))
         self.ready_at = {request.id: time for time, request in self._inbox}
         self.times: list[list[float]] = [[] for _ in arrivals]
         self._run()
