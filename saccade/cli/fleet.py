@@ -140,6 +140,9 @@ def _model_lines(model: "ModelConfig") -> list[str]:
     for version in model.versions:
         adapters = f"  adapters {', '.join(version.adapters)}" if version.adapters else ""
         lines.append(f"  {version.name}  {version.traffic:g} % of traffic  {version.checkpoint}{adapters}")
+    for one in model.experiments:
+        variants = ", ".join(f"{variant.name} ({variant.version})" for variant in one.variants)
+        lines.append(f"  experiment {one.name}  {100 * one.share:g} % of users: {variants}")
     return lines
 
 

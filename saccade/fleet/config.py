@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
 from saccade.fleet.costs import CostModel
+from saccade.fleet.experiments import Experiment
 from saccade.fleet.objectives import Objective, check_measurable
 from saccade.fleet.probes import Probe
 from saccade.fleet.rollout import RolloutPolicy
@@ -76,7 +77,8 @@ class VersionConfig:
     checkpoint: str
     """Checkpoint folder, as the machines of the engines see it, or ORG/NAME of the Hugging Face Hub."""
     traffic: float
-    """Percent of the model's requests. The versions of a model sum to 100; an update ramps to the new shares."""
+    """Percent of the model's requests. The versions of a model sum to 100; an update ramps to the new shares.
+    A version with 0 runs if an experiment uses it."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters: the name in requests = the adapter's folder."""
     gpus_per_replica: float = 1.0
@@ -121,6 +123,8 @@ class ModelConfig:
     """Promises about every version. A new one that breaks any of them is rolled back."""
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
     """How a new version replaces the running one."""
+    experiments: tuple[Experiment, ...] = ()
+    """Comparisons of versions. A user takes part in the first one that has them, and else follows the traffic."""
 
     def __post_init__(self) -> None:
         _check_name("model", self.name)
@@ -128,9 +132,10 @@ class ModelConfig:
         _check_distinct(f"probes of model {self.name!r}", (probe.name for probe in self.probes))
         self._check_traffic()
         check_measurable(self.objectives, num_probes=len(self.probes), min_requests=self.rollout.min_requests)
-        if len(self.live_versions) > self.engines.max_replicas:
+        self._check_experiments()
+        if (count := len(self.live_versions) + len(self.experiment_versions)) > self.engines.max_replicas:
             raise ConfigError(
-                f"model {self.name!r} has {len(self.live_versions)} versions with traffic, and "
+                f"model {self.name!r} has {count} versions with traffic or in experiments, and "
                 f"engines.max_replicas is {self.engines.max_replicas}. Raise it, or give fewer versions traffic"
             )
 
@@ -138,6 +143,26 @@ class ModelConfig:
     def live_versions(self) -> tuple[VersionConfig, ...]:
         """Versions that get traffic."""
         return tuple(version for version in self.versions if version.traffic > 0)
+
+    @property
+    def experiment_versions(self) -> tuple[VersionConfig, ...]:
+        """Versions without traffic that run for experiments alone."""
+        used = {name for one in self.experiments for name in one.versions}
+        return tuple(version for version in self.versions if not version.traffic and version.name in used)
+
+    def _check_experiments(self) -> None:
+        names, has_users = [version.name for version in self.versions], True
+        _check_distinct(f"experiments of model {self.name!r}", (one.name for one in self.experiments))
+        for one in self.experiments:
+            _check_name("experiment", one.name)
+            if unknown := sorted(one.versions - set(names)):
+                raise ConfigError(
+                    f"experiment {one.name!r} has version {unknown[0]!r}, and model {self.name!r} has "
+                    f"{', '.join(names)}. Add the version, or name one of these"
+                )
+            if not has_users:
+                raise ConfigError(f"experiment {one.name!r} has no users: one before it has all. Lower its share")
+            has_users = one.share < 1
 
     def _check_traffic(self) -> None:
         total = sum(version.traffic for version in self.versions)
@@ -190,10 +215,11 @@ class FleetConfig:
 
         cpus, gpus = count(self.front) * self.front.cpus_per_replica, 0.0
         for model in self.models:
-            live = sorted((version.gpus_per_replica for version in model.live_versions), reverse=is_largest)
+            running = (*model.live_versions, *model.experiment_versions)
+            live = sorted((version.gpus_per_replica for version in running), reverse=is_largest)
             num_engines = max(count(model.engines), len(live) if count(model.engines) else 0)
             cpus += num_engines * model.engines.cpus_per_replica
-            # Every live version has one replica; the others are counted as the version that reserves least, or most.
+            # Every one of them has one replica; the others are counted as the version that reserves least, or most.
             gpus += sum(live) + (num_engines - len(live)) * live[0] if num_engines else 0.0
             if model.encoders is not None:
                 cpus += count(model.encoders) * model.encoders.cpus_per_replica

@@ -17,17 +17,17 @@ prior around the proportions (Lindon and Malek, 2022); means are compared by asy
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from saccade.errors import ConfigError
 from saccade.fleet.comparison import position
 
 _MIN_USERS = 100
 """Users of each variant before their means are compared."""
-_MAX_USERS = 100_000
-"""Users of each variant that are remembered; further ones do not count."""
+_MAX_USERS = 20_000
+"""Users of an experiment that are remembered; further ones do not count. They are 3 MB of a snapshot."""
 _PRIOR_USERS = 200.0
 """Weight of the prior of the sample ratio: more finds smaller deviations, later."""
 _SAMPLE_RATIO_ALPHA = 0.001
@@ -56,7 +56,9 @@ class Experiment:
     """Name of the experiment. Another name assigns users again."""
     variants: tuple[Variant, ...]
     """Variants, the control first."""
-    metrics: tuple[str, ...] = ("errors", "ttft", "tpot")
+    share: float = 1.0
+    """Share of users who take part, above 0 and up to 1. The others follow the traffic of the versions."""
+    metrics: tuple[Literal["errors", "refusals", "ttft", "tpot"], ...] = ("errors", "ttft", "tpot")
     """Metrics of outcomes that are compared."""
     false_verdicts: float = 0.05
     """Maximum probability of a verdict about variants that do not differ, over all metrics and variants together."""
@@ -67,10 +69,21 @@ class Experiment:
             raise ConfigError(f"experiment {self.name!r} has variants {names}. Use two or more, with distinct names")
         if any(not 0 < variant.proportion < math.inf for variant in self.variants):
             raise ConfigError(f"experiment {self.name!r}: proportions must be above 0. Remove a variant without users")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"experiment {self.name!r}: share is {self.share:g}. Use a share above 0 and up to 1")
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
             raise ConfigError(f"experiment {self.name!r} has metrics {list(self.metrics)}. Name distinct ones")
         if not 0 < self.false_verdicts < 1:
             raise ConfigError(f"false_verdicts is {self.false_verdicts:g}. Use a probability, such as 0.05")
+
+    @property
+    def versions(self) -> frozenset[str]:
+        """Versions of the variants."""
+        return frozenset(variant.version for variant in self.variants)
+
+    def has(self, user: str) -> bool:
+        """Whether a user takes part. A larger share adds users and removes none."""
+        return position(user, self.name) < self.share
 
     def variant_of(self, user: str) -> Variant:
         """Variant of a user; requests without a user pass their own id."""
@@ -81,9 +94,28 @@ class Experiment:
 
         return max(self.variants, key=priority)
 
-    def share(self, variant: Variant) -> float:
-        """Share of users that a variant should have."""
+    def expected_share(self, variant: Variant) -> float:
+        """Share of the experiment's users that a variant should have."""
         return variant.proportion / sum(one.proportion for one in self.variants)
+
+
+def shares_with(experiments: Iterable[tuple[Experiment, bool]], split: Mapping[str, float]) -> dict[str, float]:
+    """Share of all users that each version has, of experiments with whether they run, and of the versions' traffic.
+
+    A user takes part in the first experiment that has them, and follows the traffic while it does not run.
+    """
+    shares, remaining, in_experiments = dict.fromkeys(split, 0.0), 1.0, 0.0
+    for experiment, is_running in experiments:
+        taken = remaining * experiment.share
+        remaining -= taken
+        if is_running:
+            in_experiments += taken
+            for variant in experiment.variants:
+                share = taken * experiment.expected_share(variant)
+                shares[variant.version] = shares.get(variant.version, 0.0) + share
+    for version, share in split.items():
+        shares[version] += (1 - in_experiments) * share
+    return {version: share for version, share in shares.items() if share > 0}
 
 
 class _UserMeans:
@@ -97,8 +129,6 @@ class _UserMeans:
     def add(self, user: float, value: float) -> None:
         """Count one value of a user."""
         count, mean = self.users.get(user, (0, 0.0))
-        if not count and len(self.users) >= _MAX_USERS:
-            return
         new = mean + (value - mean) / (count + 1)
         self.users[user] = (count + 1, new)
         self._sum += new - mean
@@ -131,19 +161,23 @@ class Results:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        self._shares = {variant.name: experiment.share(variant) for variant in experiment.variants}
-        self._users: dict[str, set[float]] = {name: set() for name in self._shares}
+        self._shares = {variant.name: experiment.expected_share(variant) for variant in experiment.variants}
+        self._users: dict[str, dict[float, None]] = {name: {} for name in self._shares}  # in order: a set has none
         self._num_requests = dict.fromkeys(self._shares, 0)
-        self._means = {name: {metric: _UserMeans() for metric in experiment.metrics} for name in self._shares}
+        self._means: dict[str, dict[str, _UserMeans]] = {
+            name: {metric: _UserMeans() for metric in experiment.metrics} for name in self._shares
+        }
         self._log_e_ratio = self._max_log_e_ratio = 0.0
 
     def observe(self, user: str, variant: str, values: Mapping[str, float]) -> None:
         """Count the outcome of one request; metrics that were not measured are absent."""
         key = position(user, self.experiment.name)
         self._num_requests[variant] += 1
-        if key not in self._users[variant] and len(self._users[variant]) < _MAX_USERS:
+        if key not in self._users[variant]:
+            if sum(map(len, self._users.values())) >= _MAX_USERS:
+                return
             self._test_ratio(variant)
-            self._users[variant].add(key)
+            self._users[variant][key] = None
         for metric, means in self._means[variant].items():
             if (value := values.get(metric)) is not None:
                 means.add(key, value)
@@ -173,7 +207,7 @@ class Results:
 
     def restore(self, plain: dict[str, Any]) -> None:
         """Continue from `to_plain()` of results of the same experiment."""
-        self._users = {name: set(users) for name, users in plain["users"].items()}
+        self._users = {name: dict.fromkeys(users) for name, users in plain["users"].items()}
         self._num_requests = dict(plain["num_requests"])
         for name, means in self._means.items():
             for metric, one in means.items():

@@ -32,6 +32,10 @@ class Outcome:
     """Version that answered."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Metrics by name: `errors` and `refusals` are 0 or 1, `ttft` and `tpot` seconds. Others are absent."""
+    experiment: str | None = None
+    """Experiment that the user takes part in; None: in none."""
+    variant: str | None = None
+    """Variant by which the user has the version; None: the version is by the traffic of the versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,4 +26,7 @@ def outcome_of(record: RequestRecord) -> Outcome | None:
         values["ttft"] = record.first_token_s
     if record.ms_per_token is not None:
         values["tpot"] = record.ms_per_token / 1e3
-    return Outcome(user=record.sticky_user, version=record.version, values=values)
+    return Outcome(
+        user=record.sticky_user, version=record.version, values=values,
+        experiment=record.experiment, variant=record.variant,
+    )  # fmt: skip

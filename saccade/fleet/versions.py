@@ -17,8 +17,10 @@ from typing import Any, Literal
 from saccade.config import decode, encode
 from saccade.fleet.actions import AppHealth, AskProbe, DeleteEngines, DeployEngines
 from saccade.fleet.bounds import Bounds, bounds_of
-from saccade.fleet.cluster.view import ModelView, VersionView
+from saccade.fleet.cluster.view import ExperimentView, ModelView, VersionView
 from saccade.fleet.config import ModelConfig, VersionConfig
+from saccade.fleet.experiment_run import ModelExperiments
+from saccade.fleet.experiments import shares_with
 from saccade.fleet.introduction import Introduction
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.probes import Probe
@@ -60,6 +62,7 @@ class ModelVersions:
         """Versions with users, and their percent of traffic, at the end of the last change."""
         self.before: tuple[VersionConfig, ...] = ()
         """The same, at the end of the change before."""
+        self.experiments = ModelExperiments(self._log_experiment)
         self._is_direct = self._is_at_once = False
         self._failed: dict[str, str] = {}
         self._reached: set[str] = set()
@@ -75,6 +78,7 @@ class ModelVersions:
             self._log(changed, "refused", self.refusal)
             return
         self.desired, self.progress, self.reason = desired, "updating", ""
+        self.experiments.follow(() if desired is None else desired.experiments)
         self._failed, self._reached = {}, set()
         self._is_at_once = at_once
         self._is_direct = at_once or not any(run.share > 0 for run in self.runs.values())
@@ -103,8 +107,9 @@ class ModelVersions:
         if (run := self.runs.get(outcome.version)) is not None:
             run.num_requests += 1
             run.num_errors += outcome.values.get("errors", 0.0) > 0
-        for one in self.introductions.values():
-            if not one.is_direct:
+        self.experiments.count(outcome)
+        for one in self._ramps.values():
+            if outcome.variant is None:  # else the version is not by the ramp's share
                 one.rollout.observe(outcome)
 
     def answer_probe(self, version: str, name: str, answer: str) -> None:
@@ -121,13 +126,16 @@ class ModelVersions:
 
     def step(self, now: float) -> None:
         """Decide."""
-        if self.desired is not None and self.progress == "updating":
-            if self._is_direct:
-                self._step_directly(self.desired, now)
-            else:
+        if self.desired is not None:
+            self._introduce_directly(self.desired, now)
+            if self.progress == "updating" and self._is_direct:
+                self._step_directly()
+            elif self.progress == "updating":
                 self._step_ramp(self.desired, now)
         self._end_unused(now)
-        for name in self.split.shares:
+        ready = {run.name for run in self.runs.values() if run.phase == "ready"}
+        self.experiments.step(ready, can_begin=lambda name: bool(self.split.shares) and name not in self.introductions)
+        for name in self.view().shares:
             self.runs[name].users_until_s = now
 
     # ------------------------------------------------------------------ results
@@ -139,7 +147,7 @@ class ModelVersions:
 
     @property
     def split(self) -> Split:
-        """Versions that have users."""
+        """Versions that have users by their traffic."""
         ramp = next((one for one in self.introductions.values() if one.is_ramping), None)
         runs = [run for run in reversed(self.runs.values()) if run.phase == "ready" and run.share > 0]
         shares = [(run.rollout, run.name, run.share) for run in runs if ramp is None or run.name != ramp.version]
@@ -163,7 +171,10 @@ class ModelVersions:
 
         runs = sorted(self.runs.values(), key=place)
         versions = tuple(VersionView(config=run.config, state=run.phase) for run in runs)
-        return ModelView(name=self.model, versions=versions, split=self.split)
+        experiments = tuple(
+            ExperimentView(config=one.config, is_running=one.is_running) for one in self.experiments.runs.values()
+        )
+        return ModelView(name=self.model, versions=versions, split=self.split, experiments=experiments)
 
     def actions(self, in_flight: frozenset[tuple[str, str, str]]) -> list[DeployEngines | DeleteEngines | AskProbe]:
         """What is to be done on the cluster."""
@@ -196,7 +207,8 @@ class ModelVersions:
     def bounds(self) -> dict[str, Bounds]:
         """Bounds of every version that does not drain: the pool's, by share of users.
 
-        A version that is introduced has replicas for its next share already, and at least one.
+        A version that is introduced, or whose experiment is about to begin, has replicas for its next share already,
+        and at least one.
         """
         runs = [run for run in self.runs.values() if run.phase != "draining"]
         if self.desired is None or not runs:
@@ -204,11 +216,13 @@ class ModelVersions:
         now, following = self._shares_for_bounds(runs)
         pool = self.desired.engines
         bounds, larger = bounds_of(pool, now), bounds_of(pool, following)
+        waiting = {name for one in self.experiments.runs.values() if not one.is_running for name in one.config.versions}
         for run in runs:
             least, most = bounds[run.name]
-            if run.name in self.introductions:
+            if run.name in waiting | self.introductions.keys():
                 least, most = max(least, larger[run.name][0]), max(most, larger[run.name][1])
-            bounds[run.name] = (max(least, 1) if run.phase != "ready" else least, most)
+            is_introduced = run.phase != "ready" or run.name in self.introductions
+            bounds[run.name] = (max(least, 1) if is_introduced else least, most)
         return bounds
 
     def _shares_for_bounds(self, runs: list[VersionRun]) -> tuple[dict[str, float], dict[str, float]]:
@@ -220,12 +234,14 @@ class ModelVersions:
             for run in runs
         }
         following = dict(now)
-        for name, one in self.introductions.items():
-            if not one.is_direct:
-                rest = sum(share for other, share in now.items() if other != name) or 1.0
-                following = {other: share / rest * (1 - one.rollout.next_share) for other, share in now.items()}
-                following[name] = one.rollout.next_share
-        return now, following
+        for name, one in self._ramps.items():
+            rest = sum(share for other, share in now.items() if other != name) or 1.0
+            following = {other: share / rest * (1 - one.rollout.next_share) for other, share in now.items()}
+            following[name] = one.rollout.next_share
+        none = dict.fromkeys(now, 0.0)
+        can_run = [one for one in self.experiments.runs.values() if one.config.versions <= none.keys()]
+        now = none | shares_with([(one.config, one.is_running) for one in can_run], now)
+        return now, none | shares_with([(one.config, True) for one in can_run], following)
 
     @property
     def rollback_target(self) -> tuple[VersionConfig, ...]:
@@ -239,13 +255,31 @@ class ModelVersions:
     def _wanted(self) -> tuple[VersionConfig, ...]:
         return () if self.desired is None else self.desired.live_versions
 
-    def _step_directly(self, desired: ModelConfig, now: float) -> None:
-        """Wait for all versions; the first ones get users as soon as they are ready."""
-        for version in self._wanted:
+    @property
+    def _in_experiments(self) -> tuple[VersionConfig, ...]:
+        """Versions without traffic that run for experiments. One that has failed ends its experiment."""
+        if self.desired is None:
+            return ()
+        experiments = [one.versions for one in self.desired.experiments if one.versions.isdisjoint(self._failed)]
+        used = frozenset[str]().union(*experiments)
+        return tuple(version for version in self.desired.experiment_versions if version.name in used)
+
+    @property
+    def _ramps(self) -> dict[str, Introduction]:
+        return {name: one for name, one in self.introductions.items() if not one.is_direct}
+
+    def _introduce_directly(self, desired: ModelConfig, now: float) -> None:
+        """Start versions that need no ramp: the first ones of a model, and those that run for experiments alone."""
+        wanted = self._wanted if self._is_direct and self.progress == "updating" else ()
+        for version in (*wanted, *self._in_experiments):
             if version.name not in self._failed and self._can_introduce(version) and not self._is_ready(version.name):
-                self._introduce(desired, version, now)
+                self._introduce(desired, version, now, is_direct=True)
         for name, one in list(self.introductions.items()):
-            self._decide_directly(name, one, now)
+            if one.is_direct:
+                self._decide_directly(name, one, now)
+
+    def _step_directly(self) -> None:
+        """Wait for all versions; the first ones get users as soon as they are ready."""
         if not self._is_at_once:
             self._share_directly()
         if all(self._is_ready(one.name) or one.name in self._failed for one in self._wanted):
@@ -276,24 +310,24 @@ class ModelVersions:
             self.runs[one.name].share = one.traffic / total
 
     def _finish_directly(self) -> None:
-        if not self._failed:
+        failed = [f"{one.name}: {self._failed[one.name]}" for one in self._wanted if one.name in self._failed]
+        if not failed:
             self._finish()
             return
-        self.progress = "rolled back"
-        self.reason = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
+        self.progress, self.reason = "rolled back", "; ".join(failed)
         self._note_running()
 
     def _step_ramp(self, desired: ModelConfig, now: float) -> None:
         """Introduce one version after another."""
-        if not self.introductions:
+        if not self._ramps:
             following = next((one for one in self._wanted if self._rises(one)), None)
             if following is None:
                 self._finish()
                 return
             if not self._can_introduce(following) and not self._is_ready(following.name):
                 return
-            self._introduce(desired, following, now)
-        for name, one in list(self.introductions.items()):
+            self._introduce(desired, following, now, is_direct=False)
+        for name, one in self._ramps.items():
             self._decide_ramp(name, one, now)
 
     def _decide_ramp(self, name: str, one: Introduction, now: float) -> None:
@@ -323,21 +357,22 @@ class ModelVersions:
         if health.num_ready >= needed and not health.is_deleting:
             one.rollout.replicas_ready()
         decision = one.rollout.decide(now)
-        if one.rollout.state is State.PROBING:
+        if one.rollout.state is State.PROBING and run.phase == "starting":
             run.phase = "probing"
         return decision
 
-    def _introduce(self, desired: ModelConfig, version: VersionConfig, now: float) -> None:
+    def _introduce(self, desired: ModelConfig, version: VersionConfig, now: float, *, is_direct: bool) -> None:
         """Start a version, or let more users have one that runs."""
         run = self.runs.get(version.name)
         if run is None or run.share == 0:
             rollout = f"{self.model}/{version.name}@{self.generation}"
             run = VersionRun(version, rollout) if run is None else self.runs.pop(version.name)
             self.runs[version.name] = run  # the newest
-            run.rollout, run.phase, run.delete_at_s = rollout, "starting", None
+            run.rollout, run.delete_at_s = rollout, None
+            run.phase = "ready" if run.phase == "ready" else "starting"  # it may have users of an experiment
             self._log(version.name, "starts", f"generation {self.generation} has it")
         target = version.traffic / 100
-        if self._is_direct:
+        if is_direct:
             one = Introduction.direct(run.rollout, desired, version.name, target=target, now=now)
         else:
             others = [other.name for other in self.runs.values() if other.share > 0 and other is not run]
@@ -359,6 +394,8 @@ class ModelVersions:
         """Keep an introduction in another generation if its target is the same; else end it where it is."""
         wanted = {version.name: version.traffic / 100 for version in self._wanted}
         is_same = one.is_direct or abs(one.target - wanted.get(name, 0.0)) < _SHARE_ERROR
+        if one.is_direct and name in {version.name for version in self._in_experiments}:
+            return
         if name in wanted and one.is_direct == self._is_direct and is_same:
             return
         del self.introductions[name]
@@ -409,8 +446,9 @@ class ModelVersions:
     def _end_unused(self, now: float) -> None:
         """Drain versions that have no users and are not about to get any."""
         wanted = {version.name for version in self._wanted} if self.progress == "updating" else set()
+        wanted |= self.introductions.keys() | {version.name for version in self._in_experiments}
         for run in self.runs.values():
-            if run.share == 0 and run.phase != "draining" and run.name not in wanted | self.introductions.keys():
+            if run.share == 0 and run.phase != "draining" and run.name not in wanted:
                 self._end(run, now)
 
     def _end(self, run: VersionRun, now: float) -> None:
@@ -438,7 +476,7 @@ class ModelVersions:
 
     def changed_version(self, desired: ModelConfig) -> str | None:
         """A version that runs under this name with other settings; None: there is none."""
-        for version in desired.live_versions:
+        for version in (*desired.live_versions, *desired.experiment_versions):
             run = self.runs.get(version.name)
             if run is not None and run.phase != "draining" and _settings(run.config) != _settings(version):
                 return version.name
@@ -449,6 +487,9 @@ class ModelVersions:
         evidence: tuple[dict[str, Any], ...] = (),
     ) -> None:  # fmt: skip
         self._log_decision(self.model, version, what, share=share, reason=reason, evidence=evidence)
+
+    def _log_experiment(self, what: str, reason: str, evidence: tuple[dict[str, Any], ...]) -> None:
+        self._log_decision(self.model, None, what, reason=reason, evidence=evidence)
 
     # ------------------------------------------------------------------ plain data
 
@@ -461,6 +502,7 @@ class ModelVersions:
             "reached": sorted(self._reached),
             "runs": [run.to_plain() for run in self.runs.values()],
             "introductions": [one.to_plain() for one in self.introductions.values()],
+            "experiments": self.experiments.to_plain(),
             "running": [encode(one) for one in self.running], "before": [encode(one) for one in self.before],
         }  # fmt: skip
 
@@ -475,6 +517,7 @@ class ModelVersions:
         self.runs = {run.name: run for run in runs}
         introductions = [Introduction.from_plain(one) for one in plain["introductions"]]
         self.introductions = {one.version: one for one in introductions}
+        self.experiments.restore(plain["experiments"])
         self.running = tuple(decode(VersionConfig, one, "snapshot") for one in plain["running"])
         self.before = tuple(decode(VersionConfig, one, "snapshot") for one in plain["before"])
 

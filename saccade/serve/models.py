@@ -28,6 +28,10 @@ class Chosen(NamedTuple):
     """The model, or a version of it."""
     adapter: str | None
     """LoRA adapter; None: the base model."""
+    experiment: str | None = None
+    """Experiment that the user takes part in; None: in none."""
+    variant: str | None = None
+    """Variant of the experiment by which the service was chosen; None: it was not chosen by the experiment."""
 
 
 class Models(ABC):
@@ -105,10 +109,12 @@ class OneModel(Models):
         raise self.unknown(name)
 
 
-def choose_model(models: Models, name: str | None, request: Request, *, user: str | None = None) -> Chosen:
-    """Choose what answers a request, and note it in the request's record. `user`: the field of the body."""
+def choose_model(
+    models: Models, name: str | None, request: Request, *, user: str | None = None
+) -> tuple[Service, str | None]:
+    """Return the service and the adapter that answer a request; notes them in its record. `user`: of the body."""
     record: RequestRecord = request.state.record
     record.user = user
-    service, adapter = chosen = models.choose(name, record.sticky_user)
+    service, adapter, record.experiment, record.variant = models.choose(name, record.sticky_user)
     record.model, record.version, record.adapter = service.model_name, service.version, adapter
-    return chosen
+    return service, adapter

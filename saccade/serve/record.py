@@ -24,6 +24,10 @@ class RequestRecord:
     """Name of the model that was chosen; empty: the request was refused before."""
     version: str | None = None
     """Version of the model; None: it has no versions."""
+    experiment: str | None = None
+    """Experiment that the user takes part in; None: in none."""
+    variant: str | None = None
+    """Variant of the experiment by which the user has the version; None: the version is not by the experiment."""
     key_name: str = ""
     """Name of the API key; empty without keys."""
     arrived_at: float = field(default_factory=time.perf_counter)
@@ -96,7 +100,9 @@ class RequestRecord:
             "total_ms": round(self.duration_s * 1e3, 1),
         }
         chosen = {} if self.version is None else {"model": self.model, "version": self.version}
-        named = chosen | {"adapter": self.adapter, "user": self.user}
+        named = chosen | {
+            "experiment": self.experiment, "variant": self.variant, "adapter": self.adapter, "user": self.user
+        }  # fmt: skip
         return fields | {name: value for name, value in named.items() if value is not None}
 
 

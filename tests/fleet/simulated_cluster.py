@@ -31,7 +31,7 @@ def version(name, traffic=100.0, **fields):
 
 def model(*versions, name="tiny", **fields):
     defaults = {"engines": Pool(max_replicas=4), "rollout": QUICK, "objectives": (ERRORS,)}
-    return ModelConfig(name=name, versions=versions, **defaults | fields)
+    return ModelConfig(**{"name": name, "versions": versions} | defaults | fields)
 
 
 def fleet(*models, **fields):
@@ -146,11 +146,20 @@ class Cluster:
             outcomes = []
             for _ in range(num_requests):
                 user = f"user {self.random.randrange(2000)}"
-                chosen = view.split.version_of(user)
+                able = [one.config.name for one in view.versions if one.state == "ready"]
+                chosen, experiment, variant = view.assign(user, able)
                 if chosen is not None:
                     share = self.faults.get(chosen, 0.0)
                     is_error = self.random.random() < (share if isinstance(share, float) else 0.0)
-                    outcomes.append(Outcome(user=user, version=chosen, values={"errors": float(is_error)}))
+                    outcomes.append(
+                        Outcome(
+                            user=user,
+                            version=chosen,
+                            values={"errors": float(is_error)},
+                            experiment=experiment,
+                            variant=variant,
+                        )
+                    )
             self.driver.count(view.name, outcomes)
 
     # ------------------------------------------------------------------ what tests ask

@@ -10,6 +10,7 @@ from saccade.config import describe_keys, load_config, write_config
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
 from saccade.fleet.config import EncoderPool, FleetConfig, ModelConfig, Pool, VersionConfig
+from saccade.fleet.experiments import Experiment, Variant
 from saccade.fleet.probes import Probe
 from saccade.serve.config import ServeConfig
 
@@ -43,7 +44,13 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path):
         load_config(FleetConfig, file)
 
 
+def experiment(name="colours", versions=("v1", "v2"), **fields):
+    variants = tuple(Variant(name=f"with {one}", version=one) for one in versions)
+    return Experiment(**({"name": name, "variants": variants} | fields))
+
+
 V1, V2 = version(traffic=50), version("v2", traffic=50)
+TWO = {"versions": (V1, V2), "engines": Pool(max_replicas=2)}
 REFUSED = {
     "two versions with one name": (
         lambda: model(versions=(V1, V1)),
@@ -57,7 +64,7 @@ REFUSED = {
     "negative traffic": (lambda: version(traffic=-1), "use percent from 0 to 100"),
     "fewer replicas than versions": (
         lambda: model(versions=(V1, V2)),
-        "has 2 versions with traffic, and engines.max_replicas is 1",
+        "has 2 versions with traffic or in experiments, and engines.max_replicas is 1",
     ),
     "adapters without slots": (lambda: version(adapters={"a": "runs/a"}), "Set engine.max_adapters to 1"),
     "two GPUs for an engine": (lambda: version(gpus_per_replica=2), "an engine uses one GPU"),
@@ -89,6 +96,29 @@ REFUSED = {
     ),
     "a probe that accepts anything": (lambda: Probe(name="p", question="?"), "accepts any answer"),
     "a schema that is no JSON": (lambda: Probe(name="p", question="?", schema="{"), "schema is not JSON"),
+    "an experiment with an unknown version": (
+        lambda: model(**TWO, experiments=(experiment(versions=("v1", "v3")),)),
+        "experiment 'colours' has version 'v3', and model 'assistant' has v1, v2",
+    ),
+    "two experiments with one name": (
+        lambda: model(**TWO, experiments=(experiment(), experiment())),
+        "experiments of model 'assistant': the name 'colours' is used twice",
+    ),
+    "an experiment after one with all users": (
+        lambda: model(**TWO, experiments=(experiment("first"), experiment("second", share=0.5))),
+        "experiment 'second' has no users: one before it has all",
+    ),
+    "an experiment with a name of two words": (
+        lambda: model(**TWO, experiments=(experiment("two words"),)),
+        "experiment name 'two words'",
+    ),
+    "an experiment with one variant": (lambda: experiment(versions=("v1",)), "Use two or more"),
+    "an experiment without users": (lambda: experiment(share=0), "share is 0. Use a share above 0"),
+    "an experiment with more than all users": (lambda: experiment(share=20), "share is 20. Use a share above 0"),
+    "more versions in experiments than replicas": (
+        lambda: model(versions=(version(), version("v2", traffic=0)), experiments=(experiment(),)),
+        "has 2 versions with traffic or in experiments, and engines.max_replicas is 1",
+    ),
     "a schema that is a list": (lambda: Probe(name="p", question="?", schema="[]"), "use a JSON object"),
 }
 
@@ -100,6 +130,24 @@ def test_what_could_not_run_is_refused(case):
         make()
 
 
+def test_an_experiment_of_a_file_is_read_and_one_with_an_unknown_metric_or_key_is_refused(command, tmp_path):
+    file = tmp_path / "fleet.toml"
+    variants = '{ name = "a", version = "v1" }, { name = "b", version = "v1", proportion = 3 }'
+    for more, expected in (
+        ("share = 0.2", None),
+        ('metrics = ["thumbs"]', r"models\[0\].experiments\[0\].metrics\[0\] = 'thumbs' is not one of 'errors'"),
+        ("shares = 0.2", "Did you mean share"),
+    ):
+        file.write_text(f'{EXAMPLE.read_text()}\n[[models.experiments]]\nname = "e"\nvariants = [{variants}]\n{more}\n')
+        if expected is None:
+            [one] = load_config(FleetConfig, file).models[0].experiments
+            assert (one.share, [variant.proportion for variant in one.variants]) == (0.2, [1.0, 3.0])
+            assert "experiment e  20 % of users: a (v1), b (v1)" in command("fleet", "check", str(file)).out
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                load_config(FleetConfig, file)
+
+
 def test_versions_of_a_model_may_share_an_adapter_name():
     both = [replace(one, adapters={"a": "runs/a"}, engine=EngineConfig(max_adapters=1)) for one in (V1, V2)]
     fleet = FleetConfig(name="f", models=(model(versions=tuple(both), engines=Pool(max_replicas=2)),))
@@ -107,14 +155,16 @@ def test_versions_of_a_model_may_share_an_adapter_name():
 
 
 def test_resources_count_every_live_version_and_every_pool():
-    versions = (version(traffic=60, gpus_per_replica=0.5), version("v2", traffic=40), version("v3", traffic=0))
+    versions = (version(traffic=60, gpus_per_replica=0.5), version("v2", traffic=0), version("v3", traffic=40))
+    versions += (version("v4", traffic=0),)  # v2 runs for an experiment, v4 for nothing
     served = model(
+        experiments=(experiment(),),
         versions=versions,
         engines=Pool(min_replicas=1, max_replicas=4, cpus_per_replica=8),
         encoders=EncoderPool(max_replicas=2, cpus_per_replica=2),
     )
     least, most = FleetConfig(name="f", models=(served,), front=Pool(max_replicas=3)).resources()
-    assert (least.cpus, least.gpus) == (1 + 2 * 8, 1.5)
+    assert (least.cpus, least.gpus) == (1 + 3 * 8, 2.5)
     assert (most.cpus, most.gpus) == (3 + 4 * 8 + 2 * 2, 0.5 + 3 * 1 + 2)
 
 

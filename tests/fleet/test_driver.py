@@ -10,6 +10,7 @@ from fleet.simulated_cluster import PROBE, QUICK, Cluster, fleet, model, version
 from saccade.fleet.bounds import bounds_of, divide
 from saccade.fleet.config import Pool
 from saccade.fleet.driver import Driver
+from saccade.fleet.experiments import Experiment, Variant
 from saccade.serve.config import ServeConfig
 
 MAY, JUNE, JULY = version("may"), version("june"), version("july")
@@ -340,6 +341,152 @@ def test_a_pool_that_may_be_empty_has_a_replica_while_a_version_warms_up():
     assert cluster.engines["tiny", "may"].bounds == (0, 2)
 
 
+# ------------------------------------------------------------------ experiments
+
+INT4 = version("int4", 0.0)
+COLOURS = Experiment(
+    name="colours", share=0.5, metrics=("errors",),
+    variants=(Variant(name="grey", version="may"), Variant(name="red", version="int4", proportion=3.0)),
+)  # fmt: skip
+
+
+def reports(cluster):
+    return [one.report() for one in cluster.driver.models["tiny"].experiments.runs.values()]
+
+
+def in_experiment(cluster, seconds=10, faults=(), **fields):
+    """A cluster that runs may for all users, and compares it with int4."""
+    cluster = cluster or Cluster()
+    cluster.faults.update(faults)
+    cluster.command(fleet(model(MAY, INT4, experiments=(COLOURS,), **fields)), "up")
+    cluster.run(seconds)
+    return cluster
+
+
+def test_an_experiment_begins_when_its_version_has_answered_the_probes_and_its_users_are_counted():
+    cluster = in_experiment(None, faults={"int4": "silent"}, probes=(PROBE,))
+    cluster.run(4, num_requests=50)
+    assert cluster.states == {"may": "ready", "int4": "probing"}
+    assert cluster.driver.models["tiny"].progress == "done"
+    [report] = reports(cluster)
+    assert (report["is_running"], report["variants"]["grey"]["requests"]) == (False, 0)
+    assert report["fallbacks"] == pytest.approx(100, abs=30)
+    cluster.faults.clear()
+    cluster.run(60, num_requests=50)
+    assert cluster.states == {"may": "ready", "int4": "ready"}
+    assert cluster.shares == {"tiny": {"may": 1.0}}
+    assert cluster.steps[-1].models[0].shares == pytest.approx({"may": 0.625, "int4": 0.375})
+    [again] = reports(cluster)
+    assert again["is_running"]
+    assert again["fallbacks"] <= report["fallbacks"] + 50, "the requests of the first seconds"
+    users = {name: one["users"] for name, one in again["variants"].items()}
+    assert users["red"] / sum(users.values()) == pytest.approx(0.75, abs=0.05)
+    assert again["sample_ratio"]["is_as_expected"]
+    assert [one["what"] for one in cluster.decisions if one["version"] is None][-1] == "experiment begins"
+
+
+@pytest.mark.parametrize("fault", ["does not load", "never ready", "wrong", "silent"])
+def test_an_experiment_with_a_version_that_fails_never_begins_and_the_model_is_updated_all_the_same(fault):
+    cluster = running(version("june"), probes=(PROBE,))
+    in_experiment(cluster, 60, {"int4": fault}, probes=(PROBE,))
+    assert (cluster.states, cluster.shares) == ({"may": "ready"}, {"tiny": {"may": 1.0}})
+    assert cluster.driver.models["tiny"].progress == "done"
+    assert not reports(cluster)[0]["is_running"]
+    assert cluster.said("int4")[-3:] == ["rolled back", "drains", "deleted"]
+
+
+def test_an_experiment_pauses_while_a_version_is_gone_and_users_have_their_variants_again():
+    cluster = in_experiment(None)
+    cluster.run(5, num_requests=20)
+    before = cluster.steps[-1].models[0]
+    del cluster.engines["tiny", "int4"]
+    step = cluster.tick()
+    assert step.models[0].shares == {"may": 1.0}
+    [decision] = [one for one in step.decisions if one["what"] == "experiment pauses"]
+    assert (decision["reason"], decision["evidence"][0]["experiment"]) == ("colours: int4 is not ready", "colours")
+    cluster.run(10)
+    assert cluster.steps[-1].models[0] == before
+
+
+def test_a_new_version_has_its_users_by_the_ramp_before_an_experiment_gives_it_more():
+    cluster = running(MAY)
+    colours = replace(COLOURS, variants=(Variant(name="old", version="may"), Variant(name="new", version="june")))
+    update = (version("may", 60.0), version("june", 40.0))
+    cluster.command(fleet(model(*update, experiments=(colours,))))
+    while cluster.driver.models["tiny"].progress == "updating":
+        view = cluster.tick().models[0]
+        assert not cluster.driver.models["tiny"].introductions or not view.experiments[0].is_running
+    assert cluster.tick().models[0].shares == pytest.approx({"may": 0.55, "june": 0.45})
+    cluster.faults["july"] = 0.5
+    colours = replace(colours, variants=(Variant(name="old", version="may"), Variant(name="new", version="july")))
+    cluster.command(fleet(model(version("may", 50.0), version("july", 50.0), experiments=(colours,))))
+    cluster.run(60, num_requests=50)
+    assert "rolled back" in cluster.said("july")
+    assert not cluster.steps[-1].models[0].experiments[0].is_running
+    assert "july" not in cluster.states
+
+
+def test_requests_of_an_experiment_are_no_evidence_about_a_rollout():
+    cluster = in_experiment(None)
+    cluster.command(fleet(model(JUNE, version("may", 0.0), INT4, experiments=(replace(COLOURS, share=1.0),))))
+    cluster.run(4, num_requests=50)
+    [one] = cluster.driver.models["tiny"].introductions.values()
+    assert one.is_ramping
+    counts = one.evidence[0]
+    assert (counts["new"]["requests"], counts["running"]["requests"]) == (0, 0)
+
+
+def test_a_version_of_an_experiment_keeps_its_users_while_an_update_gives_it_traffic():
+    cluster = in_experiment(None, probes=(PROBE,))
+    update = (version("may", 50.0), version("int4", 50.0))
+    cluster.command(fleet(model(*update, experiments=(COLOURS,), probes=(PROBE,))))
+    while cluster.driver.models["tiny"].progress == "updating":
+        assert cluster.tick(num_requests=20).models[0].experiments[0].is_running
+    assert cluster.shares["tiny"] == pytest.approx({"may": 0.5, "int4": 0.5})
+
+
+def test_an_experiment_that_leaves_the_file_ends_with_its_report_and_its_version_drains():
+    cluster = in_experiment(None)
+    cluster.run(20, num_requests=20)
+    counted = reports(cluster)[0]["variants"]
+    cluster.command(fleet(model(MAY, INT4)))
+    step = cluster.tick()
+    assert step.models[0].experiments == ()
+    [decision] = [one for one in step.decisions if one["what"] == "experiment ends"]
+    assert decision["evidence"][0]["variants"] == counted
+    assert cluster.states == {"may": "ready", "int4": "draining"}
+    cluster.run(15)
+    assert set(cluster.engines) == {("tiny", "may")}
+
+
+def test_another_share_continues_the_results_and_other_proportions_begin_them_again():
+    cluster = in_experiment(None)
+    cluster.run(20, num_requests=20)
+    counted = reports(cluster)[0]["variants"]
+    wider = replace(COLOURS, share=0.8)
+    cluster.command(fleet(model(MAY, INT4, experiments=(wider,))))
+    cluster.tick()
+    assert (reports(cluster)[0]["share"], reports(cluster)[0]["variants"]) == (0.8, counted)
+    even = tuple(replace(one, proportion=1.0) for one in wider.variants)
+    cluster.command(fleet(model(MAY, INT4, experiments=(replace(wider, variants=even),))))
+    cluster.tick()
+    assert [one["users"] for one in reports(cluster)[0]["variants"].values()] == [0, 0]
+
+
+def test_replicas_follow_the_users_of_an_experiment_and_the_running_version_keeps_its_own_until_it_begins():
+    pool = Pool(min_replicas=8, max_replicas=16)
+    cluster = Cluster()
+    cluster.command(fleet(model(MAY, engines=pool)), "up")
+    cluster.run(10)
+    cluster.command(fleet(model(MAY, INT4, experiments=(COLOURS,), engines=pool)))
+    for _ in range(10):
+        view = cluster.tick().models[0]
+        if not view.experiments[0].is_running:
+            assert cluster.engines["tiny", "may"].bounds[0] >= 7
+    assert view.experiments[0].is_running
+    assert {name: app.bounds for (_, name), app in cluster.engines.items()} == {"may": (5, 10), "int4": (3, 6)}
+
+
 # ------------------------------------------------------------------ random fleets
 
 NAMES = ("may", "june", "july", "august")
@@ -356,8 +503,23 @@ def random_models(chooser):
         versions = [version(one, float(part)) for one, part in zip(names, traffic, strict=True)]
         probes = chooser.choice(((), (PROBE,)))
         pool = Pool(min_replicas=chooser.choice((0, 1, 3)), max_replicas=chooser.choice((3, 6)))
-        found.append(model(*versions, name=name, probes=probes, engines=pool))
+        found.append(model(*versions, name=name, probes=probes, engines=pool, **random_experiments(chooser, versions)))
     return found
+
+
+def random_experiments(chooser, versions):
+    """None to two experiments, some with a version that has no traffic."""
+    names, found = [one.name for one in versions], []
+    others = [version(name, 0.0) for name in NAMES if name not in names]
+    if len(versions) < 3 and chooser.random() < 0.5:
+        versions = (*versions, others[0])
+    for name in ("colours", "sizes")[: chooser.choice((0, 1, 1, 2))]:
+        proportions = [(one.name, chooser.choice((1.0, 3.0))) for one in chooser.choices(versions, k=2)]
+        variants = tuple(
+            Variant(name=f"{number}", version=one, proportion=part) for number, (one, part) in enumerate(proportions)
+        )
+        found.append(Experiment(name=name, variants=variants, share=chooser.choice((0.1, 0.5)), metrics=("errors",)))
+    return {"versions": tuple(versions), "experiments": tuple(found)}
 
 
 def random_command(cluster, chooser):
@@ -370,7 +532,9 @@ def random_command(cluster, chooser):
             versions = cluster.driver.models.get(name)
             target = versions.rollback_target if versions is not None else ()
             if target:
-                models = [replace(one, versions=target) if one.name == name else one for one in config.models]
+                models = [
+                    replace(one, versions=target, experiments=()) if one.name == name else one for one in config.models
+                ]
                 cluster.command(replace(config, models=tuple(models)), "rollback", at_once=(name,))
         case 3:
             cluster.lose_everything()
@@ -379,13 +543,13 @@ def random_command(cluster, chooser):
 
 
 def check_invariants(cluster, users, before):
-    """What holds after every step; `before` is the split of each model after the last one."""
-    step = cluster.steps[-1]
+    """What holds after every step; `before` is what the users of each model had after the last one."""
+    step, after = cluster.steps[-1], {}
     decided = {one["model"] for one in step.decisions}
     for view in step.models:
         states = {one.config.name: one.state for one in view.versions}
-        shares = view.split.shares
-        assert not shares or sum(shares.values()) == pytest.approx(1.0)
+        shares = view.shares
+        assert not view.split.shares or sum(shares.values()) == pytest.approx(1.0)
         for name, share in shares.items():
             assert share > 0
             assert states[name] == "ready", (name, states)
@@ -393,13 +557,15 @@ def check_invariants(cluster, users, before):
             assert health is not None, f"{name} has users and no application"
             assert health.gone_at is None
         old = before.get(view.name)
-        moved = [user for user in users if old is not None and old.version_of(user) != view.split.version_of(user)]
+        able = [name for name, state in states.items() if state == "ready"]
+        moved = [user for user in users if old is not None and old.get(user) != view.assign(user, able)]
         assert not moved or view.name in decided, "users moved without a decision"
         for version_view in view.versions:
             if version_view.state != "draining":
                 least, most = cluster.driver.models[view.name].bounds()[version_view.config.name]
                 assert 0 <= least <= most
-    return {view.name: view.split for view in step.models}
+        after[view.name] = {user: view.assign(user, able) for user in users}
+    return after
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -423,7 +589,11 @@ def test_random_fleets_keep_their_promises_and_a_new_controller_does_what_the_ol
     assert cluster.tick().actions == ()
     assert all(state == "ready" for state in cluster.states.values()), "every version runs or is deleted"
     for view in cluster.steps[-1].models:
-        assert {one.config.name for one in view.versions} == set(view.split.shares)
+        needed = {version for one in view.experiments for version in one.config.versions}
+        names = {one.config.name for one in view.versions}
+        assert set(view.split.shares) <= names <= set(view.split.shares) | needed
+        for one in view.experiments:
+            assert one.is_running == (one.config.versions <= names)
     known = {(view.name, one.config.name) for view in cluster.steps[-1].models for one in view.versions}
     assert set(cluster.engines) == known
     numbers = [one["number"] for one in cluster.decisions]

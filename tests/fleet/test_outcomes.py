@@ -17,6 +17,12 @@ def test_a_whole_answer_has_its_latencies():
     assert outcome.values == pytest.approx({"errors": 0.0, "refusals": 0.0, "ttft": 0.2, "tpot": 0.1})
 
 
+def test_an_outcome_says_by_which_variant_the_user_had_the_version():
+    outcome = outcome_of(record(user="ann", ending="stop", experiment="quantized", variant="int4"))
+    assert (outcome.experiment, outcome.variant) == ("quantized", "int4")
+    assert (outcome_of(record()).experiment, outcome_of(record()).variant) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -43,7 +43,8 @@ class Directory(Models):
         version = "june" if user in self.moved and "june" in versions else "may"
         if version not in versions:
             raise refusal_of("loading")
-        return Chosen(versions[version], None)
+        variant = version if len(versions) > 1 else None
+        return Chosen(versions[version], None, variant and "months", variant)
 
 
 class App:
@@ -202,6 +203,8 @@ def test_observers_see_who_was_served_by_what(app):
         ("carol", "", None, "model_not_found"),
     ]
     assert seen[0].log_fields()["version"] == "june"
+    assert [(one.experiment, one.variant) for one in seen[:2]] == [("months", "june"), (None, None)]
+    assert seen[0].log_fields()["variant"] == "june"
 
 
 def test_a_full_version_refuses_alone_and_observers_see_it(app):

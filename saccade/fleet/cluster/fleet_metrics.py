@@ -29,7 +29,7 @@ class FleetCollector(Collector):
         shares = {
             (model.name, version): share
             for model in self._models()
-            for version, share in model.split.shares.items()
+            for version, share in model.shares.items()
         }  # fmt: skip
         yield _gauges("saccade:fleet_replicas_ready", "Engine replicas that get requests.", ready)
         yield _gauges("saccade:fleet_version_share", "Share of a model's users that a version has.", shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saccade.fleet.cluster.fleet_metrics import FleetCollector
@@ -105,26 +105,29 @@ class FleetModels(Models):
     @property
     def services(self) -> Sequence[Service]:
         """Versions that can have users."""
-        entries = [self._entries.get((model.name, one)) for model in self._view.models for one in model.split.shares]
+        entries = [self._entries.get((model.name, one)) for model in self._view.models for one in model.shares]
         return [entry.service for entry in entries if entry is not None]
 
     def choose(self, name: str | None, user: str) -> Chosen:
         """Return the version of a model, or of an adapter's model, that a user has."""
         for model in self._view.models:
             if name == model.name or (name is None and len(self._view.models) == 1):
-                return Chosen(self._service(model, user, lambda one: True), None)
+                return self._choose(model, user, None)
             if name in model.adapters:
-                return Chosen(self._service(model, user, lambda one: name in one.config.adapters), name)
+                return self._choose(model, user, name)
         raise self.unknown(name)
 
-    def _service(self, model: ModelView, user: str, may_answer: Callable[[VersionView], bool]) -> Service:
-        """The user's version, or the first one that may answer instead."""
-        chosen = model.split.version_of(user)
-        ready = [one for one in model.versions if one.state == "ready" and may_answer(one)]
-        version = next((one for one in ready if one.config.name == chosen), next(iter(ready), None))
+    def _choose(self, model: ModelView, user: str, adapter: str | None) -> Chosen:
+        """Choose the user's version, or the first one that has users and can answer instead."""
+        ready = [one.config for one in model.versions if one.state == "ready"]
+        able = [one.name for one in ready if adapter is None or adapter in one.adapters]
+        version, experiment, variant = model.assign(user, able)
+        if version not in able:
+            shares = model.split.shares
+            version = min(able, key=lambda name: name not in shares, default=None)
         if version is None:
             raise refusal_of("loading")
-        return self._entries[model.name, version.config.name].service
+        return Chosen(self._entries[model.name, version].service, adapter, experiment, variant)
 
     def version(self, model: str, version: str) -> ServedVersion | None:
         """One version, whether or not it has users."""

@@ -12,20 +12,21 @@ a report once, and repeats what the lost answer had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgpack
 
 from saccade.config import decode, encode
 from saccade.errors import ConfigError
 from saccade.fleet.config import VersionConfig
+from saccade.fleet.experiments import Experiment, shares_with
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split
 from saccade.serve.rate_limit import Consumption
 
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 2
 """Version of both messages; increases when a field is added, removed or changes its meaning."""
 
 VersionState = Literal["starting", "probing", "ready", "draining"]
@@ -52,7 +53,7 @@ class FrontReport:
     def to_bytes(self) -> bytes:
         """The report as a message."""
         outcomes = {
-            model: [(one.user, one.version, dict(one.values)) for one in ended]
+            model: [(one.user, one.version, dict(one.values), one.experiment, one.variant) for one in ended]
             for model, ended in self.outcomes.items()
         }
         return _pack((self.front, self.number, self.url, outcomes, _plain_consumption(self.consumption), self.poison))
@@ -64,7 +65,10 @@ class FrontReport:
         return cls(
             front=front, number=number, url=url,
             outcomes={
-                model: tuple(Outcome(user=user, version=version, values=values) for user, version, values in ended)
+                model: tuple(
+                    Outcome(user=user, version=version, values=values, experiment=experiment, variant=variant)
+                    for user, version, values, experiment, variant in ended
+                )
                 for model, ended in outcomes.items()
             },
             consumption=_consumption(consumption), poison=tuple(poison),
@@ -82,6 +86,27 @@ class VersionView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentView:
+    """An experiment of a model."""
+
+    config: Experiment
+    """Variants, and which users take part."""
+    is_running: bool
+    """Whether its users have their variants; else they follow the split."""
+
+
+class Assignment(NamedTuple):
+    """What a user has of a model."""
+
+    version: str | None
+    """Version; None: none is ready."""
+    experiment: str | None = None
+    """Experiment that the user takes part in; None: in none."""
+    variant: str | None = None
+    """Variant by which the user has the version; None: the version is by the split."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelView:
     """A model, the versions that run, and who gets which."""
 
@@ -90,12 +115,33 @@ class ModelView:
     versions: tuple[VersionView, ...]
     """Versions that run or start, in the order of the file; earlier ones that drain are last."""
     split: Split
-    """Versions that have users."""
+    """Versions that have users by their traffic."""
+    experiments: tuple[ExperimentView, ...] = ()
+    """Experiments of the file. A user takes part in the first one that has them."""
 
     @property
     def adapters(self) -> frozenset[str]:
         """Adapters of any version that is ready: names that requests may ask for."""
         return frozenset(name for one in self.versions if one.state == "ready" for name in one.config.adapters)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of all users that each version has, by experiments and by the split."""
+        return shares_with(((one.config, one.is_running) for one in self.experiments), self.split.shares)
+
+    def assign(self, user: str, able: Collection[str]) -> Assignment:
+        """Return the version of a user, and the experiment by which it is. `able`: those that can answer now.
+
+        An experiment counts only for requests that all its versions can answer: variants are compared by the same ones.
+        """
+        by_split = self.split.version_of(user)
+        experiment = next((one for one in self.experiments if one.config.has(user)), None)
+        if experiment is None:
+            return Assignment(by_split)
+        if not experiment.is_running or not experiment.config.versions <= set(able):
+            return Assignment(by_split, experiment.config.name)
+        variant = experiment.config.variant_of(user)
+        return Assignment(variant.version, experiment.config.name, variant.name)
 
 
 @dataclass(frozen=True, kw_only=True)

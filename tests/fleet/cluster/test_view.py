@@ -1,19 +1,36 @@
 """Messages between fronts and the controller: what is sent is what is read, and other versions are refused."""
 
+from collections import Counter
+from dataclasses import replace
+
 import msgpack
 import pytest
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
-from saccade.fleet.cluster.view import FleetView, FrontReport, ModelView, VersionView
+from saccade.fleet.cluster.view import (
+    MESSAGE_VERSION,
+    Assignment,
+    ExperimentView,
+    FleetView,
+    FrontReport,
+    ModelView,
+    VersionView,
+)
 from saccade.fleet.config import VersionConfig
+from saccade.fleet.experiments import Experiment, Variant
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split, SplitEntry
 from saccade.serve.rate_limit import Consumption
 
 REPORT = FrontReport(
     front="front-1", number=7, url="http://127.0.0.1:8000",
-    outcomes={"assistant": (Outcome(user="ann", version="may", values={"errors": 0.0, "ttft": 0.25}),)},
+    outcomes={
+        "assistant": (
+            Outcome(user="ann", version="may", values={"errors": 0.0, "ttft": 0.25}),
+            Outcome(user="bob", version="may", values={"errors": 1.0}, experiment="quantized", variant="bf16"),
+        )
+    },
     consumption={"a" * 64: Consumption(requests=3, tokens=-20)}, poison=(b"\x00\xff",),
 )  # fmt: skip
 VERSIONS = (
@@ -27,8 +44,16 @@ VERSIONS = (
     ),
 )  # fmt: skip
 SPLIT = Split(entries=(SplitEntry(rollout="assistant/june@2", version="june", share=0.1),), default="may")
+QUANTIZED = Experiment(
+    name="quantized", share=0.5, metrics=("tpot",),
+    variants=(Variant(name="bf16", version="may"), Variant(name="int4", version="june", proportion=3.0)),
+)  # fmt: skip
+MODEL = ModelView(
+    name="assistant", versions=VERSIONS, split=SPLIT,
+    experiments=(ExperimentView(config=QUANTIZED, is_running=True),),
+)  # fmt: skip
 VIEW = FleetView(
-    epoch=3, generation=2, models=(ModelView(name="assistant", versions=VERSIONS, split=SPLIT),), num_fronts=2,
+    epoch=3, generation=2, models=(MODEL,), num_fronts=2,
     consumption={"b" * 64: Consumption(requests=1, tokens=100)}, poison=frozenset({b"x", b"y"}),
 )  # fmt: skip
 
@@ -46,12 +71,51 @@ def test_adapters_of_a_version_that_is_not_ready_are_not_offered():
 
 @pytest.mark.parametrize("kind", [FrontReport, FleetView])
 def test_a_message_of_another_version_is_refused_in_one_line(kind):
-    with pytest.raises(ConfigError, match="version 99, and this process knows version 1"):
+    with pytest.raises(ConfigError, match=f"version 99, and this process knows version {MESSAGE_VERSION}"):
         kind.from_bytes(msgpack.packb([99, "anything"]))
 
 
-@pytest.mark.parametrize("message", [b"", b"\xc1", msgpack.packb(1), msgpack.packb([]), msgpack.packb([1, 2])])
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", msgpack.packb(1), msgpack.packb([]), msgpack.packb([MESSAGE_VERSION, 2])]
+)
 def test_bytes_that_are_no_message_are_refused(message):
     for kind in (FrontReport, FleetView):
         with pytest.raises(ConfigError, match="no message"):
             kind.from_bytes(message)
+
+
+USERS = [f"user {number}" for number in range(4000)]
+
+
+def test_users_of_an_experiment_have_their_variant_and_the_others_follow_the_split():
+    assigned = {user: MODEL.assign(user, ["may", "june"]) for user in USERS}
+    for user, found in assigned.items():
+        if QUANTIZED.has(user):
+            variant = QUANTIZED.variant_of(user)
+            assert found == Assignment(variant.version, "quantized", variant.name)
+        else:
+            assert found == Assignment(SPLIT.version_of(user))
+    counts = Counter(found.version for found in assigned.values())
+    for version, share in MODEL.shares.items():
+        assert counts[version] / len(USERS) == pytest.approx(share, abs=0.03)
+    assert MODEL.shares == pytest.approx({"may": 0.5 * 0.25 + 0.5 * 0.9, "june": 0.5 * 0.75 + 0.5 * 0.1})
+
+
+@pytest.mark.parametrize("able", [["may"], ["june"], []])
+def test_an_experiment_with_a_version_that_cannot_answer_sends_all_its_users_by_the_split(able):
+    for user in USERS[:200]:
+        expected = Assignment(SPLIT.version_of(user), "quantized" if QUANTIZED.has(user) else None)
+        assert MODEL.assign(user, able) == expected
+
+
+def test_a_user_of_two_experiments_takes_part_in_the_first_even_while_it_pauses():
+    second = replace(QUANTIZED, name="another", share=1.0)
+    for is_running in (True, False):
+        views = (
+            ExperimentView(config=QUANTIZED, is_running=is_running), ExperimentView(config=second, is_running=True)
+        )  # fmt: skip
+        both = replace(MODEL, experiments=views)
+        for user in USERS[:200]:
+            experiment = both.assign(user, ["may", "june"]).experiment
+            assert experiment == ("quantized" if QUANTIZED.has(user) else "another")
+        assert sum(both.shares.values()) == pytest.approx(1.0)
