@@ -36,6 +36,7 @@ _EXTRA_OF_COMMAND = {
     "compress": "eval",
     "serve": "serve",
     "bench": "serve",
+    "fleet": "fleet",
     "quickstart": "quickstart",
 }
 _IN_EXTRA_OF_COMMAND = {"data", "train", "eval", "serve"}
@@ -51,7 +52,7 @@ def missing_extra(module: str | None, command: str | None = None) -> str | None:
     extra = _EXTRA_OF_MODULE.get(name)
     if extra is None:
         return None
-    if extra in _IN_EXTRA_OF_COMMAND:
+    if extra in _IN_EXTRA_OF_COMMAND or (extra == "ray" and command == "fleet"):
         extra = _EXTRA_OF_COMMAND.get(command or "", extra)
     what = f"saccade {command} needs {name}" if command else f"{name} is needed here"
     return f"{what}, which is not installed. Install it: pip install 'saccade[{extra}]'"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli.options import CommandGroup, JsonOption
+from saccade.cli.fleet_report import Reporter
+from saccade.cli.options import CommandGroup, JsonOption, check_modules, examples
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,6 +91,100 @@ def simulate(
     typer.echo("\n".join(_table(results)))
 
 
+_WHERE_HELP = "The fleet's file or its state folder."
+Where = Annotated[str, typer.Argument(metavar="FLEET.toml|STATE", help=_WHERE_HELP)]
+
+
+@app.command(epilog=examples("saccade fleet up examples/fleet.toml", "saccade fleet up FLEET.toml --json"))
+def up(fleet: FleetFile = None, as_json: JsonOption = False) -> None:
+    """Start a fleet, or bring a running one to its file, and wait until every model is ready.
+
+    Without an address in the file it starts a local Ray, stays in the foreground, and ends the fleet at Ctrl-C.
+    """
+    from saccade.cli.fleet_up import up_local, up_on_cluster
+    from saccade.fleet.operations import with_absolute_paths
+
+    config = with_absolute_paths(_load(fleet))
+    check_modules("fleet", ("ray", "fastapi", "uvicorn", "orjson", "prometheus_client"))
+    report = Reporter(as_json=as_json)
+    _check_supported(config)
+    if config.address is not None:
+        up_on_cluster(config, report)
+        return
+    if missing := _not_here(config):
+        raise ConfigError(
+            f"{missing[0]}: no such file or folder, and the fleet would run on this machine. Check the path"
+        )
+    up_local(config, report)
+
+
+@app.command(epilog=examples("saccade fleet status", "saccade fleet status s3://fleets/photos --json"))
+def status(where: Where = "fleet-state", as_json: JsonOption = False) -> None:
+    """Show a fleet's versions, traffic, replicas, rollouts and decisions, from its state folder. Needs no Ray."""
+    import time
+
+    from saccade.cli.fleet_status import status_lines
+    from saccade.fleet.operations import known_fleet, open_state
+    from saccade.fleet.status import fleet_status
+
+    state = open_state(where)
+    known_fleet(state)
+    found = fleet_status(state, time.time())
+    assert found is not None
+    typer.echo(json.dumps(found, ensure_ascii=False) if as_json else "\n".join(status_lines(found)))
+
+
+@app.command(epilog=examples("saccade fleet update examples/fleet.toml"))
+def update(fleet: FleetFile = None, as_json: JsonOption = False) -> None:
+    """Bring a running fleet to its changed file, and follow the rollouts. Exits with 1 if one is rolled back."""
+    import time
+
+    from saccade.fleet.operations import open_state, request_update, with_absolute_paths
+
+    config = with_absolute_paths(_load(fleet))
+    _check_supported(config)
+    state = open_state(config.state)
+    change = request_update(state, config, time.time())
+    outcome = Reporter(as_json=as_json).follow(state, change.generation)
+    raise typer.Exit(1 if outcome.reasons else 0)
+
+
+@app.command(epilog=examples("saccade fleet rollback assistant", "saccade fleet rollback assistant FLEET.toml"))
+def rollback(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model whose last change is undone.")],
+    where: Where = "fleet-state",
+    as_json: JsonOption = False,
+) -> None:
+    """Go back to the versions that a model had before its last change: at once, when they are ready."""
+    import time
+
+    from saccade.fleet.operations import open_state, request_rollback
+
+    state = open_state(where)
+    change, described = request_rollback(state, model, time.time())
+    report = Reporter(as_json=as_json)
+    report.say(f"{model} goes back to {described}")
+    outcome = report.follow(state, change.generation)
+    raise typer.Exit(1 if outcome.reasons else 0)
+
+
+@app.command(epilog=examples("saccade fleet down", "saccade fleet down FLEET.toml"))
+def down(where: Where = "fleet-state", as_json: JsonOption = False) -> None:
+    """End a fleet: its fronts finish the requests that they have, then everything stops. The state folder stays."""
+    import time
+
+    from saccade.fleet.operations import open_state, request_down
+
+    state = open_state(where)
+    change = request_down(state, time.time())
+    report = Reporter(as_json=as_json)
+    if change is None:
+        report.say("the fleet is down already")
+        return
+    report.follow(state, change.generation)
+    report.say("the fleet is down")
+
+
 _COLUMNS = (
     ("image hits", "image_hit_rate", 100, ".1f", "%"), ("pooled", "pooled_share", 100, ".1f", "%"),
     ("max/mean load", "max_over_mean_load", 1, ".2f", ""),
@@ -120,6 +215,13 @@ def _load(fleet: Path | None) -> "FleetConfig":
     if fleet is None:
         raise ConfigError("no fleet. Give a file such as examples/fleet.toml")
     return load_config(FleetConfig, fleet)
+
+
+def _check_supported(config: "FleetConfig") -> None:
+    """Refuse what a file may describe and no command starts."""
+    for model in config.models:
+        if model.encoders is not None:
+            raise ConfigError(f"model {model.name} has encoders: pools of encoders are simulated only. Remove the key")
 
 
 def _lines(config: "FleetConfig") -> list[str]:

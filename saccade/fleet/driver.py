@@ -109,7 +109,7 @@ class Driver:
         if not is_down or observed.front is None:  # versions end after the fronts
             for versions in self.models.values():
                 if is_down:
-                    versions.set_desired(None, versions.generation, self._now)
+                    versions.end(self._now)
                 versions.step(self._now)
         self.models = {name: versions for name, versions in self.models.items() if not versions.has_ended}
         has_ended = is_down and not self.models and not observed.engines and observed.front is None
@@ -154,7 +154,7 @@ class Driver:
         generation = 0 if self.desired is None else self.desired.generation
         decision = {
             "number": self.num_decisions, "time_s": self._now, "generation": generation, "model": model,
-            "version": version, "what": what, "share": share, "reason": reason, "evidence": _finite(list(evidence)),
+            "version": version, "what": what, "share": share, "reason": reason, "evidence": finite(list(evidence)),
         }  # fmt: skip
         self.recent.append(decision)
         self._new.append(decision)
@@ -189,13 +189,13 @@ def _front_settings(fleet: FleetConfig) -> dict[str, Any]:
     return {"front": encode(fleet.front), "server": encode(fleet.server)}
 
 
-def _finite(plain: Any) -> Any:
+def finite(plain: Any) -> Any:
     """Plain data without infinities."""
     match plain:
         case dict():
-            return {key: _finite(value) for key, value in plain.items()}
+            return {key: finite(value) for key, value in plain.items()}
         case list() | tuple():
-            return [_finite(value) for value in plain]
+            return [finite(value) for value in plain]
         case float() if math.isinf(plain):
             return math.copysign(_LARGEST, plain)
         case _:

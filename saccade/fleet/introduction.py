@@ -16,6 +16,9 @@ from saccade.fleet.objectives import Objective
 from saccade.fleet.probes import Probe
 from saccade.fleet.rollout import Rollout, RolloutPolicy, State
 
+_MAX_ANSWER = 200
+"""Characters of a wrong answer that are remembered."""
+
 
 class Introduction:
     """One version on its way to its share of users, with the probes that it has answered."""
@@ -32,6 +35,8 @@ class Introduction:
             now=began_s, target=target,
         )  # fmt: skip
         self._answered: set[str] = set()
+        self._wrong: dict[str, str] = {}
+        """Wrong answers by the probe's name."""
         self._answered_in = self.rollout.phase
 
     @classmethod
@@ -89,7 +94,15 @@ class Introduction:
         if self._answered_in != self.rollout.phase:
             self._answered, self._answered_in = set(), self.rollout.phase
         self._answered.add(probe.name)
-        self.rollout.answer_probe(is_right=probe.accepts(answer))
+        is_right = probe.accepts(answer)
+        if not is_right:
+            self._wrong[probe.name] = answer[:_MAX_ANSWER]
+        self.rollout.answer_probe(is_right=is_right)
+
+    @property
+    def wrong_answers(self) -> str:
+        """Wrong answers in words, to be appended to a reason; empty: there were none."""
+        return "".join(f"; probe {name} was answered {answer!r}" for name, answer in self._wrong.items())
 
     def to_plain(self) -> dict[str, Any]:
         """All state as plain data."""
@@ -97,6 +110,7 @@ class Introduction:
             "name": self.rollout.name, "version": self.version, "target": self.target, "is_direct": self.is_direct,
             "share_before": self.share_before, "objectives": [encode(one) for one in self._objectives],
             "policy": encode(self._policy), "arguments": self._arguments, "answered": sorted(self._answered),
+            "wrong": self._wrong,
             "answered_in": self._answered_in, "rollout": self.rollout.to_plain(),
         }  # fmt: skip
 
@@ -111,4 +125,5 @@ class Introduction:
         )  # fmt: skip
         made.rollout.restore(plain["rollout"])
         made._answered, made._answered_in = set(plain["answered"]), plain["answered_in"]
+        made._wrong = dict(plain["wrong"])
         return made

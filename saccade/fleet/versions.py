@@ -90,6 +90,13 @@ class ModelVersions:
                 run.share = 0.0
         self._end_unused(now)
 
+    def end(self, now: float) -> None:
+        """Delete all versions. There are no fronts any more, so no version has requests."""
+        if self.desired is not None:
+            self.set_desired(None, self.generation, now)
+        for run in self.runs.values():
+            run.delete_at_s = now
+
     def observe(self, engines: Mapping[str, AppHealth], now: float) -> None:
         """Note the applications that exist, by version."""
         for name, run in list(self.runs.items()):
@@ -359,6 +366,8 @@ class ModelVersions:
         decision = one.rollout.decide(now)
         if one.rollout.state is State.PROBING and run.phase == "starting":
             run.phase = "probing"
+        if decision is not None and decision.state is State.ROLLED_BACK:
+            return replace(decision, reason=decision.reason + one.wrong_answers)
         return decision
 
     def _introduce(self, desired: ModelConfig, version: VersionConfig, now: float, *, is_direct: bool) -> None:

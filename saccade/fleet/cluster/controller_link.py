@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
 from saccade.errors import ConfigError
+from saccade.fleet.cluster.patience import within
 from saccade.fleet.cluster.view import FleetView, FrontReport
 from saccade.fleet.objectives import Outcome
 from saccade.serve.rate_limit import Consumption
@@ -49,7 +50,7 @@ class ControllerLink:
     async def _report(self) -> None:
         report = self._unanswered = self._unanswered or self._next_report()
         try:
-            answer = await asyncio.wait_for(self._sync(report.to_bytes()), _TIMEOUT_S)
+            answer = await within(_TIMEOUT_S, self._sync(report.to_bytes()))
             view = FleetView.from_bytes(answer)
         except ConfigError as error:
             self._note_absence(str(error))

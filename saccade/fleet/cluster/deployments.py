@@ -5,11 +5,14 @@ Fronts listen on a port of their own, so Ray Serve has no HTTP proxy. Fronts of 
 
 from __future__ import annotations
 
+import hashlib
+
 from ray import serve
 from ray.serve.api import RunTarget
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from saccade import __version__
 from saccade.config import encode
 from saccade.fleet.cluster.engine_replica import EngineReplica, EngineSetup
 from saccade.fleet.cluster.front import Front, FrontSetup
@@ -51,7 +54,7 @@ def deploy_engines(
         ),
     )  # fmt: skip
     setup = EngineSetup(model=model.name, version=version).to_json()
-    _run(deployment(EngineReplica).bind(setup), engine_app(fleet.name, model.name, version.name))
+    _run(deployment(EngineReplica), setup, engine_app(fleet.name, model.name, version.name))
 
 
 def deploy_fronts(fleet: FleetConfig) -> None:
@@ -67,7 +70,7 @@ def deploy_fronts(fleet: FleetConfig) -> None:
     )
     num_workers = max(1, round(fleet.front.cpus_per_replica))
     setup = FrontSetup(fleet=fleet.name, server=fleet.server, num_workers=num_workers)
-    _run(deployment(Front).bind(setup.to_json()), front_app(fleet.name))
+    _run(deployment(Front), setup.to_json(), front_app(fleet.name))
 
 
 def delete_app(name: str) -> None:
@@ -75,7 +78,10 @@ def delete_app(name: str) -> None:
     serve.delete(name, _blocking=False)
 
 
-def _run(application: serve.Application, name: str) -> None:
+def _run(deployment: serve.Deployment, setup: str, name: str) -> None:
+    # Without a version of ours Ray makes a random one, and restarts all replicas when their number may change.
+    version = hashlib.sha256(f"{__version__} {setup}".encode()).hexdigest()
+    application = deployment.options(version=version, _internal=True).bind(setup)
     serve.run_many(
         [RunTarget(application, name=name, route_prefix=None, logging_config=LoggingConfig(enable_access_log=False))],
         wait_for_ingress_deployment_creation=False,

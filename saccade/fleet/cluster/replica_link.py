@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from saccade.engine.request import RequestOutput
 from saccade.engine.transport.wire import decode_outputs
 from saccade.fleet.cluster.messages import Hello, load_from_plain, unpack
+from saccade.fleet.cluster.patience import within
 from saccade.fleet.replicas import ReplicaStatistics
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ HEARTBEAT_S = 1.0
 
 
 class Calls(Protocol):
-    """Calls to the replicas of one version; `ray_calls.py` makes them through Ray's handle."""
+    """Calls to the replicas of one version; `saccade.fleet.cluster.front` makes them through Ray's handle."""
 
     def channel(self, replica: str) -> Any:
         """Open the channel of a replica: an asynchronous iterator of messages, which can be cancelled."""
@@ -39,9 +40,6 @@ class Calls(Protocol):
 
     def wake(self) -> None:
         """Have a replica started, if the pool has none. May be called as often as one likes."""
-
-    def close(self) -> None:
-        """Stop waiting for a replica."""
 
 
 class LinkEvents(Protocol):
@@ -118,6 +116,6 @@ class ReplicaLink:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await asyncio.wait_for(self._calls.heartbeat(self.name), HEARTBEAT_S)
+                await within(HEARTBEAT_S, self._calls.heartbeat(self.name))
             except Exception as error:  # the channel says whether the replica is lost
                 logger.debug("replica %s did not answer a heartbeat: %r", self.name, error)

@@ -1,0 +1,83 @@
+"""`saccade fleet status` as text."""
+
+from datetime import datetime
+from typing import Any
+
+from saccade.fleet.status import describe
+
+
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """The status of a fleet in a few aligned lines."""
+    lines = [_headline(status), _fronts_line(status["fronts"])]
+    for model in status["models"]:
+        lines += _model_lines(model)
+    if status["decisions"]:
+        lines.append("decisions")
+        lines += [f"  {_time(one.get('time_s'))}  {describe(one)}" for one in status["decisions"]]
+    return lines
+
+
+def _headline(status: dict[str, Any]) -> str:
+    desired, controller = status["desired"], status["controller"]
+    parts = [f"fleet {status['fleet']}", "up" if status["is_up"] else "down"]
+    parts.append(f"generation {desired['generation']} ({desired['command']})")
+    if status["is_up"] and status["generation"] != desired["generation"]:
+        parts.append(f"the controller follows {status['generation'] or 'none'} yet")
+    if controller is not None and status["is_up"]:
+        age = controller["renewed_s_ago"]
+        heard = "not heard of yet" if age is None else f"heard {age:.0f} s ago"
+        parts.append(f"controller {controller['epoch']} of {controller['owner'] or 'an unknown cluster'}, {heard}")
+    return "  ".join(parts)
+
+
+def _fronts_line(fronts: dict[str, Any]) -> str:
+    starting = f", {fronts['starting']} starting" if fronts["starting"] else ""
+    failure = f"  {fronts['failure']}" if fronts.get("failure") else ""
+    return f"fronts  {fronts['ready']} ready{starting}  {' '.join(fronts['urls'])}{failure}".rstrip()
+
+
+def _model_lines(model: dict[str, Any]) -> list[str]:
+    reason = model["refusal"] or model["reason"]
+    lines = [f"model {model['name']}  {model['progress']}" + (f"  {reason}" if reason else "")]
+    rows = [_version_cells(one) for one in model["versions"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        lines.append("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for rollout in model["rollouts"]:
+        lines += _rollout_lines(rollout)
+    if model["rollback_to"]:
+        versions = ", ".join(f"{one['version']} {one['traffic']:.3g} %" for one in model["rollback_to"])
+        lines.append(f"  a rollback goes to {versions}")
+    return lines
+
+
+def _version_cells(version: dict[str, Any]) -> list[str]:
+    replicas, bounds = version["replicas"], version["bounds"]
+    found = f"{replicas['ready']} ready" + (f", {replicas['starting']} starting" if replicas["starting"] else "")
+    allowed = (
+        "" if bounds is None else f"of {bounds[0]}" if bounds[0] == bounds[1] else f"of {bounds[0]} to {bounds[1]}"
+    )
+    return [
+        version["name"], version["state"], f"{100 * version['share']:.3g} %", f"{found} {allowed}".rstrip(),
+        f"{version['requests']:,} requests", f"{version['errors']:,} errors", replicas["failure"] or "",
+    ]  # fmt: skip
+
+
+def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
+    lines = [
+        f"  rollout of {rollout['version']}: {rollout['state']}, {100 * rollout['share']:.3g} % now, "
+        f"{100 * rollout['next_share']:.3g} % next, {100 * rollout['target']:.3g} % in the end"
+    ]
+    for one in rollout["evidence"]:
+        new, running = one["new"], one["running"]
+        found = max((one[name] for name in ("log_e_maximum", "log_e_running") if name in one), default=0.0)
+        lines.append(
+            f"    {one['objective']}: {new['exceeding']} of {new['requests']} exceed, running version "
+            f"{running['exceeding']} of {running['requests']}; "
+            f"evidence {max(0.0, found):.1f} of {one['log_e_needed']:.1f}"
+        )
+    return lines
+
+
+def _time(seconds: float | None) -> str:
+    return "--:--:--" if seconds is None else datetime.fromtimestamp(seconds).strftime("%H:%M:%S")

@@ -1,0 +1,168 @@
+"""`saccade fleet up`: the processes of a fleet, on a Ray of this machine or on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+
+from saccade.cli.fleet_report import Reporter
+from saccade.errors import ConfigError
+from saccade.fleet.lease import LEASE_S, Candidate, Lease, LeaseLostError, Owner, holder_of
+from saccade.fleet.operations import Follower, Outcome, request_down, request_up
+from saccade.fleet.state import FleetState
+from saccade.fleet.status import is_alive
+
+if TYPE_CHECKING:
+    from saccade.fleet.config import FleetConfig
+
+_LOOK_S = 0.5
+"""Seconds between two looks at a fleet that runs."""
+_GRACE_S = 60.0
+"""Seconds after the time for running requests until a fleet that does not end is stopped."""
+
+
+class _TerminatedError(BaseException):
+    """The command was asked to end by SIGTERM."""
+
+
+def up_local(config: FleetConfig, report: Reporter) -> None:
+    """Start a Ray on this machine and the fleet on it; stay until the fleet ends, or until a signal ends it."""
+    from saccade.fleet.cluster.ray_session import check_resources, cluster_name, local_ray, log_folder
+
+    state, cluster = FleetState(config.state), cluster_name(None)
+    lease = _acquire(state, config.name, cluster, report)
+    with _given_back(lease), local_ray(), _sigterm_raises():
+        check_resources(config)
+        change = request_up(state, config, time.time())
+        report.say(f"starting fleet {config.name}; logs are in {log_folder()}", logs=log_folder())
+        try:
+            _deploy(config, cluster)
+            outcome = _wait_until_ready(state, change.generation, config, report)
+            if outcome.without_users:
+                _end(state, config, report)
+                raise typer.Exit(1)
+            _watch(state, change.generation, report)
+        except (KeyboardInterrupt, _TerminatedError) as interruption:
+            _end(state, config, report)
+            if isinstance(interruption, KeyboardInterrupt):
+                raise typer.Exit(130) from interruption
+
+
+def up_on_cluster(config: FleetConfig, report: Reporter) -> None:
+    """Deploy the fleet on a cluster that runs, or change it there, and wait until it is ready."""
+    from saccade.fleet.cluster.ray_session import check_resources, cluster_name, connected_ray, has_controller
+
+    assert config.address is not None
+    state = FleetState(config.state)
+    with connected_ray(config.address):
+        cluster = cluster_name(config.address)
+        holder = holder_of(state.objects)
+        owner = None if holder is None else holder.owner
+        if is_alive(holder, time.time()) and (owner is None or owner.cluster != cluster):
+            raise _refusal(config.name, owner)
+        check_resources(config)
+        change = request_up(state, config, time.time())
+        is_current = owner is not None and owner.saccade == Owner.of_this_process(cluster).saccade
+        if not (has_controller(config.name) and is_current):
+            _deploy(config, cluster)
+        outcome = _wait_until_ready(state, change.generation, config, report)
+        raise typer.Exit(1 if outcome.reasons else 0)
+
+
+def _deploy(config: FleetConfig, cluster: str) -> None:
+    from saccade.fleet.cluster.controller import deploy_controller
+
+    deploy_controller(config.name, config.state, cluster)
+
+
+def _wait_until_ready(state: FleetState, generation: int, config: FleetConfig, report: Reporter) -> Outcome:
+    """Follow the change; print where the fleet listens."""
+    from saccade.fleet.cluster.ray_session import controller_failure
+
+    def check() -> None:
+        if reason := controller_failure(config.name):
+            raise ConfigError(f"the controller does not start: {reason}")
+
+    outcome = report.follow(state, generation, check=check)
+    if not outcome.without_users:
+        report.say(f"{' '.join(outcome.urls)}  fleet {config.name} is ready", urls=list(outcome.urls))
+    return outcome
+
+
+def _watch(state: FleetState, generation: int, report: Reporter) -> None:
+    """Print what is decided, until the fleet ends."""
+    follower = Follower(state, generation)
+    with report.progress() as on_progress:
+        while True:
+            progress, outcome = follower.look()
+            on_progress(progress)
+            if outcome is not None and outcome.has_ended:
+                return
+            time.sleep(_LOOK_S)
+
+
+def _end(state: FleetState, config: FleetConfig, report: Reporter) -> None:
+    """Drain and end the fleet; a second signal ends it at once."""
+    report.say("ending the fleet when the requests that run are finished; Ctrl-C stops them", ending=True)
+    try:
+        change = request_down(state, time.time())
+        if change is not None:
+            report.follow(state, change.generation, timeout_s=config.server.drain_timeout_s + _GRACE_S)
+    except (KeyboardInterrupt, _TerminatedError):
+        return
+
+
+# ------------------------------------------------------------------ one `up` at a time
+
+
+def _acquire(state: FleetState, fleet: str, cluster: str, report: Reporter) -> Lease:
+    """Take the lease for the controller that follows; ConfigError: the fleet is up elsewhere."""
+    candidate = Candidate(state.objects, Owner.of_this_process(cluster))
+    first = holder_of(state.objects)
+    waits_until, has_said = time.monotonic() + 2 * LEASE_S, False
+    while (lease := candidate.try_acquire()) is None:
+        holder = holder_of(state.objects)
+        is_renewed = first is not None and holder is not None and holder.heartbeat != first.heartbeat
+        if is_renewed or time.monotonic() > waits_until:
+            raise _refusal(fleet, None if holder is None else holder.owner)
+        if not has_said:
+            report.say(f"waiting {LEASE_S:.0f} s: the fleet was up before, and may be still", waiting_s=LEASE_S)
+            has_said = True
+        time.sleep(_LOOK_S)
+    return lease
+
+
+def _refusal(fleet: str, owner: Owner | None) -> ConfigError:
+    return ConfigError(
+        f"fleet {fleet} is up already, by {owner or 'an unknown process'}. "
+        "Change it with saccade fleet update, or end it with saccade fleet down"
+    )
+
+
+@contextmanager
+def _given_back(lease: Lease) -> Iterator[None]:
+    """Give the lease back in the end, if no controller has taken it over."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(LeaseLostError):
+            lease.release()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

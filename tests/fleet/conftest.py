@@ -1,3 +1,0 @@
-"""What tests of fleets share."""
-
-from serve.browsing import browser  # noqa: F401
