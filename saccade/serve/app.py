@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import partial
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -33,10 +33,13 @@ PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
 """Paths that need no key."""
 
 
-def create_app(front: Front, models: Models, *, only_model: str | None = None) -> Gate:
+def create_app(
+    front: Front, models: Models, *, only_model: str | None = None, routers: Sequence[APIRouter] = ()
+) -> Gate:
     """Build the public application, wrapped in its gate.
 
-    `only_model`: name of the only model that is ever served, which the OpenAPI document then states.
+    `only_model`: name of the only model that is ever served, which the OpenAPI document then states. `routers`: further
+    routes, which need a key like the others.
     """
     app = FastAPI(
         title="Saccade",
@@ -48,8 +51,10 @@ def create_app(front: Front, models: Models, *, only_model: str | None = None) -
     )
     for route in (health, listing, chat, completions, responses, tokenize):
         app.include_router(route.router(models))
-    app.include_router(metrics.router(front))
-    app.include_router(page.router(front.config.max_body_bytes))
+    for router in (metrics.router(front), *routers):
+        app.include_router(router)
+    has_fleet = any(isinstance(route, Route) and route.path == "/fleet" for one in routers for route in one.routes)
+    app.include_router(page.router(front.config.max_body_bytes, has_fleet=has_fleet))
     _answer_errors(app)
     document = functools.cache(partial(describe, app, model_name=only_model, has_keys=front.keys is not None))
     app.openapi = document  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import shutil
 import time
 from contextlib import contextmanager
 
+import pytest
 from model.hugging_face import picture
 from serve.running import TIMEOUT_S
 
@@ -91,6 +92,26 @@ UNNAMED = """() => {
         if (!document.getElementById(id)) found.push(`${name} points to ${id}, which is missing`);
   return found;
 }"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=BROWSER,
+            args=[
+                "--no-sandbox",
+                "--disable-dev-shm-usage",
+                "--disable-gpu",
+                "--disable-software-rasterizer",
+                "--in-process-gpu",
+                "--renderer-process-limit=1",
+                "--disable-site-isolation-trials",
+            ],
+        )
+        yield browser
+        browser.close()
 
 
 @contextmanager

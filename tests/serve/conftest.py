@@ -9,7 +9,7 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
     pytest.skip(f"tests of the server need {', '.join(missing)}: pip install -e '.[dev]'", allow_module_level=True)
 
 from model.hugging_face import SHAPES, make_checkpoint  # noqa: E402
-from serve.browsing import BROWSER, open_page  # noqa: E402
+from serve.browsing import browser, open_page  # noqa: E402, F401
 from serve.running import RunningServer  # noqa: E402
 
 
@@ -25,27 +25,7 @@ def server(checkpoint, tmp_path_factory):
     assert running.process.returncode == 0, running.log
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=BROWSER,
-            args=[
-                "--no-sandbox",
-                "--disable-dev-shm-usage",
-                "--disable-gpu",
-                "--disable-software-rasterizer",
-                "--in-process-gpu",
-                "--renderer-process-limit=1",
-                "--disable-site-isolation-trials",
-            ],
-        )
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def page(browser, server):
+def page(browser, server):  # noqa: F811
     with open_page(browser, server.url) as page:
         yield page

@@ -50,8 +50,8 @@ def test_the_page_loads_and_names_the_model(page):
 def test_a_video_is_sent_and_answered_and_one_that_is_too_large_is_not_sent(browser, server):
     clip = encode(8, rate=4, codec="libx264")
     with open_page(browser, "about:blank") as page:
-        limits = {"max_body_bytes": len(clip) * 2}
-        page.route("**/page/limits.json", lambda route: route.fulfill(json=limits))
+        about = {"max_body_bytes": len(clip) * 2, "has_fleet": False}
+        page.route("**/page/server.json", lambda route: route.fulfill(json=about))
         page.goto(server.url)
         choose_files(page, ("clip.mp4", clip))
         wait_until(page, "document.querySelector('#thumbs video').videoWidth === 84")
@@ -72,7 +72,7 @@ def test_a_video_is_sent_and_answered_and_one_that_is_too_large_is_not_sent(brow
         assert page.locator("#thumbs video").count() == 1, "still attached"
         assert page.locator(".message").count() == 2
         assert page.input_value("#prompt") == "and this"
-    assert server.http.get("/page/limits.json").json() == {"max_body_bytes": 64 * 2**20}
+    assert server.http.get("/page/server.json").json() == {"max_body_bytes": 64 * 2**20, "has_fleet": False}
 
 
 def test_sampling_options_are_sent_as_the_api_names_them_and_bad_ones_are_named(page):
@@ -202,6 +202,14 @@ def test_the_status_view_shows_what_was_recorded_before_it_was_opened_and_moves_
     wait_until(page, f"{lines} !== {json.dumps(drawn)}")
     page.click("#tab-chat")
     page.wait_for_selector("#prompt", state="visible")
+
+
+def test_a_single_server_has_no_view_of_a_fleet(browser, server):
+    assert server.http.get("/fleet").status_code == 404
+    with open_page(browser, f"{server.url}/#fleet") as page:
+        page.wait_for_selector("#health-dot.ready")
+        assert page.locator("#tab-fleet").is_hidden()
+        assert page.locator("#view-chat").is_visible()
 
 
 # ------------------------------------------------------------------ safe, accessible, on any screen

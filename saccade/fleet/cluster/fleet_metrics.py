@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from saccade.fleet.cluster.replica_set import ReplicaSet
-from saccade.fleet.cluster.view import ModelView
+
+if TYPE_CHECKING:
+    from saccade.fleet.cluster.fleet_models import FleetModels
 
 _LABELS = ("model_name", "version")
 
@@ -16,19 +19,23 @@ _LABELS = ("model_name", "version")
 class FleetCollector(Collector):
     """Reads the state of a front at each scrape."""
 
-    def __init__(
-        self, models: Callable[[], Sequence[ModelView]], replicas: Callable[[], Mapping[tuple[str, str], ReplicaSet]]
-    ) -> None:
-        """`replicas`: those of each model and version."""
-        self._models, self._replicas = models, replicas
+    def __init__(self, models: FleetModels) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics of the fleet."""
-        replicas = dict(self._replicas())
+        yield GaugeMetricFamily(
+            "saccade:fleet_view_age_seconds", "Time since the controller's last answer to this front.",
+            self._models.view_age_s,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "saccade:fleet_fronts", "Fronts that are alive, as the controller says.", self._models.view.num_fronts
+        )
+        replicas = self._models.replicas()
         ready = {labels: float(one.num_ready) for labels, one in replicas.items()}
         shares = {
             (model.name, version): share
-            for model in self._models()
+            for model in self._models.view.models
             for version, share in model.shares.items()
         }  # fmt: skip
         yield _gauges("saccade:fleet_replicas_ready", "Engine replicas that get requests.", ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,20 +36,22 @@ class FleetModels(Models):
 
     def __init__(self, front: Front, context: FrontContext) -> None:
         self._front, self._context = front, context
-        self._view = FleetView(epoch=0, generation=0, models=())
+        self.view = FleetView(epoch=0, generation=0, models=())
+        """The view that this front follows."""
+        self._followed_at = time.monotonic()
         self._entries: dict[tuple[str, str], _Entry] = {}
         self.is_draining = False
         """Whether new requests are refused, because this front stops."""
         self._closing: set[asyncio.Task[None]] = set()
-        front.metrics.register(FleetCollector(lambda: self._view.models, self._replicas))
+        front.metrics.register(FleetCollector(self))
 
     # ------------------------------------------------------------------ views
 
     def follow(self, view: FleetView) -> None:
         """Follow a view, unless it is of a controller that another one has replaced."""
-        if view.epoch < self._view.epoch:
+        if view.epoch < self.view.epoch:
             return
-        self._view = view
+        self.view, self._followed_at = view, time.monotonic()
         wanted = {(model.name, one.config.name): one for model in view.models for one in model.versions}
         for key, version in wanted.items():
             if key not in self._entries:
@@ -79,9 +82,15 @@ class FleetModels(Models):
         """Admit this front's part of what the ready replicas can serve."""
         for entry in self._entries.values():
             num_engines = max(1, entry.owner.replicas.num_ready)
-            entry.service.set_capacity(num_engines=num_engines, num_fronts=max(1, self._view.num_fronts))
+            entry.service.set_capacity(num_engines=num_engines, num_fronts=max(1, self.view.num_fronts))
 
-    def _replicas(self) -> dict[tuple[str, str], ReplicaSet]:
+    @property
+    def view_age_s(self) -> float:
+        """Seconds since the last view, or since the start of this front before there was one."""
+        return time.monotonic() - self._followed_at
+
+    def replicas(self) -> dict[tuple[str, str], ReplicaSet]:
+        """Replicas of each model and version. Any thread may ask."""
         return {key: entry.owner.replicas for key, entry in list(self._entries.items())}
 
     def close(self) -> None:
@@ -105,13 +114,13 @@ class FleetModels(Models):
     @property
     def services(self) -> Sequence[Service]:
         """Versions that can have users."""
-        entries = [self._entries.get((model.name, one)) for model in self._view.models for one in model.shares]
+        entries = [self._entries.get((model.name, one)) for model in self.view.models for one in model.shares]
         return [entry.service for entry in entries if entry is not None]
 
     def choose(self, name: str | None, user: str) -> Chosen:
         """Return the version of a model, or of an adapter's model, that a user has."""
-        for model in self._view.models:
-            if name == model.name or (name is None and len(self._view.models) == 1):
+        for model in self.view.models:
+            if name == model.name or (name is None and len(self.view.models) == 1):
                 return self._choose(model, user, None)
             if name in model.adapters:
                 return self._choose(model, user, name)

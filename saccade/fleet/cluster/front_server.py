@@ -22,7 +22,8 @@ from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError
 from saccade.fleet.cluster.controller_link import ControllerLink
 from saccade.fleet.cluster.fleet_models import FleetModels
-from saccade.fleet.cluster.served_version import FrontContext
+from saccade.fleet.cluster.fleet_route import router
+from saccade.fleet.cluster.served_version import Connect, FrontContext
 from saccade.fleet.cluster.view import FleetView
 from saccade.fleet.continuation import RetryBudget
 from saccade.fleet.outcomes import outcome_of
@@ -47,10 +48,12 @@ _RETRIES_OF_A_FLEET = 512.0
 class FrontServer:
     """Serves until `stop`. Any thread may call it."""
 
-    def __init__(self, front: str, fleet: str, config: ServeConfig, sync: Sync, *, num_workers: int) -> None:
+    def __init__(
+        self, front: str, fleet: str, config: ServeConfig, sync: Sync, connect: Connect, *, num_workers: int
+    ) -> None:
         """Listen and start the thread. ConfigError: the address or the key file cannot be used."""
         self._front_id, self._fleet, self._config = front, fleet, config
-        self._sync, self._num_workers = sync, num_workers
+        self._sync, self._connect, self._num_workers = sync, connect, num_workers
         self._limits = public_limits()
         remote = None
         if config.allow_remote_media:
@@ -102,11 +105,11 @@ class FrontServer:
         loop = asyncio.get_running_loop()
         poison, budget = PoisonList(time.monotonic), RetryBudget()
         context = FrontContext(
-            fleet=self._fleet, front=self._front_id, loop=loop, poison=poison, budget=budget,
+            fleet=self._fleet, front=self._front_id, connect=self._connect, loop=loop, poison=poison, budget=budget,
             limits=self._limits, num_workers=self._num_workers,
         )  # fmt: skip
         models = FleetModels(self._front, context)
-        self._gate = create_app(self._front, models)
+        self._gate = create_app(self._front, models, routers=[router(self._fleet, self._front_id, models)])
         self._listener = Listener(self._config, self._gate, self._socket)
         link = ControllerLink(
             self._front_id, self.url, self._sync, partial(self._follow, models, context),

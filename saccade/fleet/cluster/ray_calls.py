@@ -14,6 +14,7 @@ from saccade.engine.core.messages import AddRequest
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.transport.wire import media_of
 from saccade.fleet.cluster.names import ENGINE
+from saccade.fleet.cluster.replica_set import ShareMedia
 
 
 class RayCalls:
@@ -54,6 +55,11 @@ class RayCalls:
         """Stop waiting for a replica."""
         if self._waking is not None:
             self._waking.cancel()
+
+
+def connect(front: str, app: str) -> tuple[RayCalls, ShareMedia]:
+    """Connect a front to the replicas of an application."""
+    return RayCalls(front, app), MediaStore().share
 
 
 class MediaStore:

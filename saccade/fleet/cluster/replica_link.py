@@ -24,7 +24,7 @@ HEARTBEAT_S = 1.0
 
 
 class Calls(Protocol):
-    """Calls to the replicas of one version; `saccade.fleet.cluster.front` makes them through Ray's handle."""
+    """Calls to the replicas of one version; `ray_calls.py` makes them through Ray's handle."""
 
     def channel(self, replica: str) -> Any:
         """Open the channel of a replica: an asynchronous iterator of messages, which can be cancelled."""
@@ -40,6 +40,9 @@ class Calls(Protocol):
 
     def wake(self) -> None:
         """Have a replica started, if the pool has none. May be called as often as one likes."""
+
+    def close(self) -> None:
+        """Stop waiting for a replica."""
 
 
 class LinkEvents(Protocol):

@@ -51,6 +51,7 @@ class ReplicaLoad(NamedTuple):
     name: str
     num_running: int
     queued_s: float
+    is_draining: bool
 
 
 class _Sent:
@@ -118,11 +119,12 @@ class ReplicaSet:
         return sum(link.hello is not None and not link.is_stopping for link in self._links.values())
 
     def loads(self) -> list[ReplicaLoad]:
-        """Load of each replica that is ready. Any thread may ask."""
+        """Load of each replica that is connected. Any thread may ask."""
         now, loads = self._clock(), []
-        for name in list(self._links):
+        for name, link in list(self._links.items()):
             with contextlib.suppress(KeyError):  # it has just gone, or is not ready yet
-                loads.append(ReplicaLoad(name, self._router.num_running(name), self._router.queued_s(name, now)))
+                running, queued_s = self._router.num_running(name), self._router.queued_s(name, now)
+                loads.append(ReplicaLoad(name, running, queued_s, link.is_stopping))
         return loads
 
     def set_replicas(self, names: frozenset[str]) -> None:

@@ -17,8 +17,8 @@ from saccade.engine import Engine
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.fleet.cluster.fleet_core import FleetCore
 from saccade.fleet.cluster.names import engine_app
-from saccade.fleet.cluster.ray_calls import MediaStore, RayCalls
-from saccade.fleet.cluster.replica_set import ReplicaSet
+from saccade.fleet.cluster.replica_link import Calls
+from saccade.fleet.cluster.replica_set import ReplicaSet, ShareMedia
 from saccade.fleet.cluster.running_replicas import unwatch, watch
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.continuation import RetryBudget
@@ -29,6 +29,8 @@ from saccade.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+Connect = Callable[[str, str], tuple[Calls, ShareMedia]]
+"""Returns the calls of a front to the replicas of an application, and what shares media with them."""
 _MEASURED_BYTES = 16 * 2**20
 """Memory for the sizes of images that were sent before."""
 
@@ -41,6 +43,8 @@ class FrontContext:
     """Name of the fleet."""
     front: str
     """Id of the front's process, unique for all time."""
+    connect: Connect
+    """Connects to replicas."""
     loop: asyncio.AbstractEventLoop
     """Event loop of the front."""
     poison: PoisonList
@@ -63,9 +67,9 @@ class ServedVersion:
         self.version = version
         self._context, self._on_loaded = context, on_loaded
         self._app = engine_app(context.fleet, model, version.name)
-        self._calls, media = RayCalls(context.front, self._app), MediaStore()
+        self._calls, share_media = context.connect(context.front, self._app)
         self.replicas = ReplicaSet(
-            version.name, context.front, self._calls, media.share, poison=context.poison, budget=context.budget
+            version.name, context.front, self._calls, share_media, poison=context.poison, budget=context.budget
         )
         self.replicas.on_ready = self._start_loading
         self._engine: Engine | None = None

@@ -12,7 +12,7 @@ a report once, and repeats what the lost answer had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +26,13 @@ from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split
 from saccade.serve.rate_limit import Consumption
 
-MESSAGE_VERSION = 2
+MESSAGE_VERSION = 3
 """Version of both messages; increases when a field is added, removed or changes its meaning."""
+
+_MAX_DECISIONS = 20
+"""Decisions that a view has; the state folder has all of them."""
+_MAX_REASON = 500
+"""Characters of a reason in a view."""
 
 VersionState = Literal["starting", "probing", "ready", "draining"]
 """Phase of a version. Only a `ready` one has users; a `draining` one ends the requests that it has."""
@@ -145,6 +150,37 @@ class ModelView:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecisionView:
+    """A decision of the controller, without its evidence."""
+
+    number: int
+    """Number of the decision, from 1."""
+    time_s: float
+    """When it was made, in seconds since 1970."""
+    what: str
+    """What happens, such as `ramping` or `rolled back`."""
+    reason: str
+    """Why."""
+    model: str | None = None
+    """Model that it is about; None: the whole fleet."""
+    version: str | None = None
+    """Version that it is about; None: the whole model."""
+    share: float | None = None
+    """Share of users that the version has from then on, if the decision is about that."""
+
+
+def newest_decisions(decisions: Iterable[Mapping[str, Any]]) -> tuple[DecisionView, ...]:
+    """The last ones of a driver's recent decisions, as a view has them."""
+    return tuple(
+        DecisionView(
+            number=one["number"], time_s=one["time_s"], what=one["what"], reason=one["reason"][:_MAX_REASON],
+            model=one["model"], version=one["version"], share=one["share"],
+        )
+        for one in list(decisions)[-_MAX_DECISIONS:]
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetView:
     """What a front needs to know of the fleet."""
 
@@ -160,20 +196,23 @@ class FleetView:
     """What other fronts took from rate limits since the last answer, by the SHA-256 of the API key."""
     poison: frozenset[bytes] = frozenset()
     """Digests of requests that are refused."""
+    decisions: tuple[DecisionView, ...] = ()
+    """The controller's newest decisions, oldest first. People read them; a front does not act on them."""
 
     def to_bytes(self) -> bytes:
         """The view as a message."""
-        models = [encode(model) for model in self.models]
-        consumption = _plain_consumption(self.consumption)
-        return _pack((self.epoch, self.generation, models, self.num_fronts, consumption, sorted(self.poison)))
+        models, decisions = [encode(one) for one in self.models], [encode(one) for one in self.decisions]
+        consumption, poison = _plain_consumption(self.consumption), sorted(self.poison)
+        return _pack((self.epoch, self.generation, models, self.num_fronts, consumption, poison, decisions))
 
     @classmethod
     def from_bytes(cls, message: bytes) -> FleetView:
         """Read a message; raises ConfigError for one of another version."""
-        epoch, generation, models, num_fronts, consumption, poison = _unpack(message, 6)
+        epoch, generation, models, num_fronts, consumption, poison, decisions = _unpack(message, 7)
         return cls(
             epoch=epoch, generation=generation, models=tuple(decode(ModelView, one, "fleet view") for one in models),
             num_fronts=num_fronts, consumption=_consumption(consumption), poison=frozenset(poison),
+            decisions=tuple(decode(DecisionView, one, "fleet view") for one in decisions),
         )  # fmt: skip
 
 

@@ -64,9 +64,17 @@ export async function recordedMetrics(after) {
   return (await request(`metrics/history?after=${after}`)).json();
 }
 
-/** Bytes that the body of a request may have. */
-export async function maxBodyBytes() {
-  return (await (await request("page/limits.json")).json()).max_body_bytes;
+let about = null;
+
+/** What the page has to know of the server: the bytes that a body may have, and whether it is part of a fleet. */
+export function aboutServer() {
+  about ??= request("page/server.json").then((response) => response.json());
+  return about;
+}
+
+/** Versions, replicas and decisions of the fleet. */
+export async function fleetStatus() {
+  return (await request("fleet")).json();
 }
 
 /** Stream a chat completion: yields `{text}`, `{usage}` and `{finish}` objects. */

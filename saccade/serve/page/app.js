@@ -1,9 +1,10 @@
 // Wires the page together: views, panels, and whether the server is there.
 
-import { isReady, modelNames } from "./api.js";
+import { aboutServer, isReady, modelNames } from "./api.js";
 import { clear, current, forget, openChat, setModel, setUpChat } from "./chat.js";
 import { clearComposer, notify, setUpComposer, showBusy, touches } from "./composer.js";
 import { find } from "./dom.js";
+import { showFleet } from "./fleet.js";
 import { setUpHistory, showHistory } from "./history_panel.js";
 import { askForKey, setUpKey, showKey } from "./key.js";
 import { setUpLightbox } from "./lightbox.js";
@@ -14,18 +15,24 @@ const HEALTH_MS = 10_000;
 
 // ------------------------------------------------------------------ views
 
+const VIEWS = ["chat", "status", "fleet"];
+
 function showView() {
-  const isStatus = location.hash === "#status";
-  find("view-chat").hidden = isStatus;
-  find("view-status").hidden = !isStatus;
-  for (const [tab, isCurrent] of [
-    [find("tab-chat"), !isStatus],
-    [find("tab-status"), isStatus],
-  ]) {
-    if (isCurrent) tab.setAttribute("aria-current", "page");
-    else tab.removeAttribute("aria-current");
+  const wanted = VIEWS.find((name) => location.hash === `#${name}` && !find(`tab-${name}`).hidden) ?? "chat";
+  for (const name of VIEWS) {
+    find(`view-${name}`).hidden = name !== wanted;
+    if (name === wanted) find(`tab-${name}`).setAttribute("aria-current", "page");
+    else find(`tab-${name}`).removeAttribute("aria-current");
   }
-  showStatus(isStatus);
+  showStatus(wanted === "status");
+  showFleet(wanted === "fleet");
+}
+
+/** Offer the view of the fleet if the server is part of one. */
+async function offerFleet() {
+  const hasFleet = await aboutServer().then((server) => server.has_fleet, () => false);
+  find("tab-fleet").hidden = !hasFleet;
+  showView();
 }
 
 /** Show the conversation that `change` opens, without files that were attached to another one. */
@@ -92,6 +99,7 @@ find("new-chat").addEventListener("click", () => {
 });
 addEventListener("hashchange", showView);
 showView();
+offerFleet();
 connect();
 setInterval(() => document.hidden || connect(), HEALTH_MS);
 if (!touches) find("prompt").focus();

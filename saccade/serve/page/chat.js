@@ -1,6 +1,6 @@
 // The conversation: its messages, how they are shown, sent and stored.
 
-import { maxBodyBytes, streamChat } from "./api.js";
+import { aboutServer, streamChat } from "./api.js";
 import { announce, find } from "./dom.js";
 import { Figures } from "./figures.js";
 import * as history from "./history.js";
@@ -29,9 +29,9 @@ function fresh() {
  *  this tab had open. */
 export async function setUpChat(given) {
   report = given;
-  maxBodyBytes().then(
-    (bytes) => {
-      maxBytes = bytes;
+  aboutServer().then(
+    (server) => {
+      maxBytes = server.max_body_bytes;
     },
     () => {},
   );

@@ -3,6 +3,7 @@
 import { recordedMetrics } from "./api.js";
 import { Chart } from "./charts.js";
 import { element, find } from "./dom.js";
+import { bytes, compact, count, percent, time, whole } from "./format.js";
 import { Recording } from "./recording.js";
 
 const INTERVAL_MS = 2000;
@@ -13,20 +14,6 @@ const STAGES = [
   ["From there to the first token", "saccade:request_prefill_seconds"],
   ["Whole request", "vllm:e2e_request_latency_seconds"],
 ];
-
-const count = (value) => (Number.isInteger(value) ? String(value) : value.toFixed(1));
-const whole = (value) => Math.round(value).toLocaleString("en");
-const compact = (value) =>
-  value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1);
-const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
-const time = (seconds) =>
-  seconds === 0
-    ? "0"
-    : seconds < 1
-      ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms`
-      : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-const bytes = (value) =>
-  value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : value === 0 ? "0" : `${(value / 2 ** 20).toFixed(0)} MiB`;
 
 const recording = new Recording();
 let charts = null;

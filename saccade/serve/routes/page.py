@@ -51,23 +51,26 @@ def _read(path: Path) -> _File:
 
 
 _FILES = {path.name: _read(path) for path in sorted(FOLDER.iterdir())}
-_LIMITS = "/page/limits.json"
-PATHS = frozenset({"/", _LIMITS, *(f"/page/{name}" for name in _FILES)})
+_SERVER = "/page/server.json"
+PATHS = frozenset({"/", _SERVER, *(f"/page/{name}" for name in _FILES)})
 """Paths of the page; they need no key."""
 
 
-def router(max_body_bytes: int) -> APIRouter:
-    """Return the page, its files, and the limit that it checks before it uploads a video."""
+def router(max_body_bytes: int, *, has_fleet: bool) -> APIRouter:
+    """Return the page, its files, and what it has to know of the server.
+
+    That is the limit that it checks before it uploads a video, and whether it shows the fleet that `/fleet` describes.
+    """
     routes = APIRouter(include_in_schema=False)
-    limits = orjson.dumps({"max_body_bytes": max_body_bytes})
+    server = orjson.dumps({"max_body_bytes": max_body_bytes, "has_fleet": has_fleet})
 
     @routes.get("/")
     async def index(request: Request) -> Response:
         return _answer(request, _FILES["index.html"])
 
-    @routes.get(_LIMITS)
-    async def limits_of_requests() -> Response:
-        return Response(limits, media_type="application/json")
+    @routes.get(_SERVER)
+    async def about_the_server() -> Response:
+        return Response(server, media_type="application/json")
 
     @routes.get("/page/{name}")
     async def file(request: Request, name: str) -> Response:

@@ -11,16 +11,20 @@ from saccade.errors import ConfigError
 from saccade.fleet.cluster.view import (
     MESSAGE_VERSION,
     Assignment,
+    DecisionView,
     ExperimentView,
     FleetView,
     FrontReport,
     ModelView,
     VersionView,
+    newest_decisions,
 )
-from saccade.fleet.config import VersionConfig
+from saccade.fleet.config import FleetConfig, ModelConfig, VersionConfig
+from saccade.fleet.driver import Driver
 from saccade.fleet.experiments import Experiment, Variant
 from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split, SplitEntry
+from saccade.fleet.state import Desired
 from saccade.serve.rate_limit import Consumption
 
 REPORT = FrontReport(
@@ -33,6 +37,7 @@ REPORT = FrontReport(
     },
     consumption={"a" * 64: Consumption(requests=3, tokens=-20)}, poison=(b"\x00\xff",),
 )  # fmt: skip
+VERSION = VersionConfig(name="may", checkpoint="/c/may", traffic=100.0)
 VERSIONS = (
     VersionView(config=VersionConfig(name="may", checkpoint="/c/may", traffic=90.0), state="ready"),
     VersionView(
@@ -55,6 +60,13 @@ MODEL = ModelView(
 VIEW = FleetView(
     epoch=3, generation=2, models=(MODEL,), num_fronts=2,
     consumption={"b" * 64: Consumption(requests=1, tokens=100)}, poison=frozenset({b"x", b"y"}),
+    decisions=(
+        DecisionView(number=1, time_s=1_700_000_000.5, what="update", reason="generation 2 by ann"),
+        DecisionView(
+            number=2, time_s=1_700_000_001.0, what="ramping", reason="it keeps its objectives", model="assistant",
+            version="june", share=0.1,
+        ),
+    ),
 )  # fmt: skip
 
 
@@ -119,3 +131,14 @@ def test_a_user_of_two_experiments_takes_part_in_the_first_even_while_it_pauses(
             experiment = both.assign(user, ["may", "june"]).experiment
             assert experiment == ("quantized" if QUANTIZED.has(user) else "another")
         assert sum(both.shares.values()) == pytest.approx(1.0)
+
+
+def test_a_view_has_the_newest_decisions_of_a_driver_without_their_evidence():
+    driver = Driver()
+    for number in range(30):
+        fleet = FleetConfig(name="photos", models=(ModelConfig(name="a", versions=(VERSION,)),))
+        driver.set_desired(Desired(generation=number, config=fleet, command="update", by="ann", time_s=5.0), now=5.0)
+    found = newest_decisions(driver.recent)
+    assert [one.number for one in found] == [one["number"] for one in driver.recent][-20:]
+    assert found[-1].reason == driver.recent[-1]["reason"]
+    assert len(FleetView(epoch=1, generation=1, models=(), decisions=found).to_bytes()) < 10_000

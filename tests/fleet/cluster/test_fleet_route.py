@@ -1,0 +1,109 @@
+"""`/fleet` and the metrics of a fleet over HTTP: a front with real engines, and a controller that the test plays."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from fleet.cluster.local_front import LocalFront
+from model.hugging_face import SHAPES, make_checkpoint
+from serve.running import chat_body, image_part
+from serve.scraping import Metrics
+
+from saccade.fleet.cluster.view import DecisionView
+from saccade.serve.keys import create_key
+
+DECISION = DecisionView(
+    number=7, time_s=1_700_000_000.0, what="ramping", reason="it keeps its objectives", model="tiny", version="may",
+    share=0.25,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("fleet") / "tiny", SHAPES[0])
+
+
+@pytest.fixture(scope="module")
+def front(checkpoint):
+    with LocalFront(checkpoint) as front:
+        yield front
+
+
+def ask(front, **fields):
+    response = front.http.post("/v1/chat/completions", json=chat_body([image_part()], **fields))
+    assert response.status_code == 200, response.text
+
+
+def test_a_front_describes_versions_replicas_and_decisions(front):
+    front.add_version("june", generation=4, num_fronts=3, decisions=(DECISION,))
+    front.wait_until(lambda: front.fleet()["generation"] == 4)
+    found = front.fleet()
+    assert (found["name"], found["front"], found["num_fronts"]) == ("photos", "front", 3)
+    assert found["view_age_s"] < 60
+    [model] = found["models"]
+    may, june = model["versions"]
+    assert (may["state"], may["share"], june["state"], june["share"]) == ("ready", 1.0, "starting", 0.0)
+    assert {one["name"] for one in may["replicas"]} == {"one", "two"}
+    assert june["replicas"] == []
+    assert found["decisions"] == [
+        {
+            "number": 7, "time": 1_700_000_000.0, "what": "ramping", "reason": "it keeps its objectives",
+            "model": "tiny", "version": "may", "share": 0.25,
+        }
+    ]  # fmt: skip
+    assert str(front.replicas.version.checkpoint) not in front.http.get("/fleet").text, "paths are for operators"
+
+
+def test_the_images_that_a_replica_had_are_counted(front):
+    before = front.version()
+    for _ in range(3):
+        ask(front)
+    after = front.version()
+    patches = after["patches"] - before["patches"]
+    assert patches > 0
+    # Of three requests on two replicas, one or two find the image.
+    assert after["patches_resident"] - before["patches_resident"] in (patches // 3, patches * 2 // 3)
+
+
+def test_requests_in_progress_are_the_load_of_their_replica_and_those_that_continue_are_counted(checkpoint):
+    with LocalFront(checkpoint) as front:
+        asking = threading.Thread(target=ask, args=(front,), kwargs={"max_tokens": 300, "ignore_eos": True})
+        asking.start()
+        front.wait_until(lambda: sum(one["requests"] for one in front.version()["replicas"]) == 1)
+        [busy] = [one["name"] for one in front.version()["replicas"] if one["requests"]]
+        front.replicas.kill(busy)
+        asking.join()
+        found = front.version()
+    assert (found["requests_continued"], found["requests_lost"]) == (1, 0)
+
+
+def test_without_the_controller_the_view_gets_older_and_stays(front):
+    front.wait_until(lambda: front.fleet()["view_age_s"] < 2)
+    view, front.view = front.view, None
+    front.wait_until(lambda: front.fleet()["view_age_s"] > 2)
+    assert Metrics(front.http.get("/metrics").text)["saccade:fleet_view_age_seconds"] > 2
+    assert front.version()["state"] == "ready"
+    ask(front)
+    front.view = view
+    front.wait_until(lambda: front.fleet()["view_age_s"] < 2)
+
+
+def test_the_fleet_is_shown_to_holders_of_a_key_alone(checkpoint, tmp_path):
+    file = tmp_path / "keys.json"
+    key = create_key(file, name="me")
+    with LocalFront(checkpoint, ("one",), key=key, api_keys=str(file)) as front:
+        assert front.http.get("/fleet", headers={"authorization": ""}).status_code == 401
+        assert front.fleet()["name"] == "photos"
+        assert front.http.get("/page/server.json", headers={"authorization": ""}).json()["has_fleet"] is True
+        operation = front.http.get("/openapi.json").json()["paths"]["/fleet"]["get"]
+        assert operation["security"] == [{"key": []}]
+
+
+def test_a_view_of_a_controller_that_was_replaced_is_not_shown(front):
+    front.view = replace(front.view, epoch=5, generation=9)
+    front.wait_until(lambda: front.fleet()["generation"] == 9)
+    current, front.view = front.view, replace(front.view, epoch=4, generation=8)
+    num_reports = len(front.reports)
+    front.wait_until(lambda: len(front.reports) >= num_reports + 2)
+    assert front.fleet()["generation"] == 9
+    front.view = current

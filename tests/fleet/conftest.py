@@ -1,0 +1,3 @@
+"""What tests of fleets share."""
+
+from serve.browsing import browser  # noqa: F401
