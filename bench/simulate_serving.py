@@ -25,7 +25,7 @@ from saccade.engine.core.step_runner import DeviceCounters, DeviceInfo
 from saccade.engine.core.step_sizes import step_size
 from saccade.engine.request import ImageSpan, Request
 from saccade.engine.sampling_params import SamplingParams
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 DECODE_MS = {1: 1.9, 2: 2.3, 4: 2.4, 8: 2.8, 16: 2.9, 24: 3.1, 32: 3.2, 64: 3.6, 128: 4.3, 256: 5.2}
 """Time of decode steps by number of requests."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from saccade.engine.media import ImageTask
 from saccade.engine.request import ImageSpan
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 
 
 @dataclass(frozen=True, kw_only=True)

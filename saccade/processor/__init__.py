@@ -5,7 +5,8 @@
     inputs = processor([conversation, ...])          # -> ModelInputs
 
 Start with `processor.py` (the steps in order), then `conversation.py` (chat template; text and control tokens),
-`image.py` and `video.py` (bytes to patches), `positions.py` (M-RoPE) and `inputs.py` (the packed result).
+`image.py` and `video.py` (bytes to pixels), `patches.py` (pixels to patches), `positions.py` (M-RoPE) and `inputs.py`
+(the packed result).
 """
 
 from typing import TYPE_CHECKING

@@ -9,7 +9,8 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.processor.image import Grid, Pixels
+from saccade.processor.image import Pixels
+from saccade.processor.patches import Grid
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 VisualKind = Literal["image", "video"]

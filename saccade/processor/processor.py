@@ -28,18 +28,10 @@ from saccade.processor.chat_template import ChatTemplate, read_template, token_t
 from saccade.processor.conversation import Piece, Prompt, render_prompt
 from saccade.processor.families import VisionRules, load_rules
 from saccade.processor.folder import read_config, read_json
-from saccade.processor.image import (
-    ImageSettings,
-    MediaBudget,
-    MediaLimits,
-    Pixels,
-    Resize,
-    check_size,
-    load_image,
-    read_encoded,
-)
+from saccade.processor.image import MediaBudget, MediaLimits, Pixels, check_size, load_image, read_encoded
 from saccade.processor.messages import ImageItem, Message, VideoFileItem, VisualItem, check_messages, is_list
 from saccade.processor.parts import Visual, VisualKind, expand_placeholders, in_written_order, repeat_placeholders
+from saccade.processor.patches import ImageSettings, Resize
 from saccade.processor.pillow_resize import pillow_resize
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.tools import Tool

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from saccade.errors import ConfigError
-from saccade.processor.image import Pixels, Resize
+from saccade.processor.image import Pixels
+from saccade.processor.patches import Resize
 
 Size = tuple[int, int]
 """Height and width."""

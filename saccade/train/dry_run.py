@@ -24,8 +24,8 @@ from saccade.errors import ConfigError
 from saccade.kernels import launch
 from saccade.model.live_bytes import Bytes, LiveBytes, Phase, Phases, plus
 from saccade.model.vlm import VLM
-from saccade.processor.image import Grid
 from saccade.processor.inputs import ModelInputs
+from saccade.processor.patches import Grid
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective

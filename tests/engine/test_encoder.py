@@ -21,8 +21,8 @@ from saccade.model.config import VisionConfig
 from saccade.model.vision.patch_layout import budget_sizes, padded_layout
 from saccade.model.vlm import VLM
 from saccade.processor.families import load_rules
-from saccade.processor.image import video_patches
 from saccade.processor.inputs import normalize_patches
+from saccade.processor.patches import video_patches
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 BUDGETS = patch_budgets(1024, 4)

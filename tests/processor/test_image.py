@@ -12,7 +12,8 @@ from processor.pictures import AVIF, LIMITS, encoded, noise, repeatable, smooth,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from saccade.errors import ConfigError, ImageError
-from saccade.processor.image import ImageSettings, image_patches, load_image, video_patches
+from saccade.processor.image import load_image
+from saccade.processor.patches import ImageSettings, image_patches, video_patches
 
 # ------------------------------------------------------------------ sizes
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from saccade.errors import ConfigError, ImageError
 from saccade.processor import Processor
-from saccade.processor.image import ImageSettings, image_patches
+from saccade.processor.patches import ImageSettings, image_patches
 from saccade.processor.pillow_resize import pillow_resize, resize_in_strips
 from saccade.processor.torch_resize import torch_resize
 

@@ -28,7 +28,7 @@ from saccade.model.vision.tile_layout import gather_tiles
 from saccade.model.vision.tile_tower import TileProjector, TileTower
 from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
 from saccade.processor.families.tile_settings import tower_tiling
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 _TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 """The vision config if `config.json` has none."""

@@ -37,7 +37,7 @@ from saccade.processor.families.llava_onevision import (
     pooled_side,
 )
 from saccade.processor.families.tile_settings import tower_tiling
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 
 VISION_TOKENS = {"image": "<image>", "video": "<video>"}
 

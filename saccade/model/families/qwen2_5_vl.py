@@ -10,7 +10,7 @@ from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.families.qwen2_vl import decoder, describe_images, describe_language, describe_patches, patch_fields
 from saccade.model.layers import FeedForward, RMSNorm
 from saccade.model.vision.patch_tower import PatchMerger, VisionBlock, VisionTower
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 MODEL_TYPE = "qwen2_5_vl"
 

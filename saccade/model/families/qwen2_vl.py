@@ -27,7 +27,7 @@ from saccade.model.families.decoder_fields import decoder_sizes, describe_decode
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.layers import LayerNorm, PlainFeedForward
 from saccade.model.vision.patch_tower import PatchMerger, VisionBlock, VisionTower
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 MODEL_TYPE = "qwen2_vl"
 

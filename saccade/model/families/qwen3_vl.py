@@ -29,7 +29,7 @@ from saccade.model.families.qwen2_vl import describe_images, describe_patches, p
 from saccade.model.layers import LayerNorm, PlainFeedForward
 from saccade.model.linear import Linear
 from saccade.model.vision.patch_tower import NORM_EPS, VisionBlock, VisionTower
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 MODEL_TYPE = "qwen3_vl"
 

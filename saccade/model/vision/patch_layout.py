@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.model.config import VisionConfig
 from saccade.model.vision.layout import Integers, Layout, LayoutSizes, Segments
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 
 _PADDING_TOKENS = 8
 """Side of a padding image in tokens, without windows."""

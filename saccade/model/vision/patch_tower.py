@@ -28,7 +28,7 @@ from saccade.model.vision.patch_layout import (
     patch_layout,
 )
 from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths, run_block
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 from saccade.processor.pillow_resize import rows_first
 
 NORM_EPS = 1e-6

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saccade.model.config import VisionConfig
 from saccade.model.vision.layout import Integers, Layout, LayoutSizes, Segments
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 from saccade.processor.tiles import kept_features
 
 NUM_TAPS = 4

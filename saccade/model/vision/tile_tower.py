@@ -24,7 +24,7 @@ from saccade.model.normed_sum import Input
 from saccade.model.vision.layout import Segments
 from saccade.model.vision.tile_layout import NUM_TAPS, Gather, TileInputs, TileLayout, TileSizes, tile_layout
 from saccade.model.vision.tower import PatchEmbedding, Tower, TowerPass, drop_paths, run_block
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 
 
 class TileAttention(nn.Module):

@@ -16,7 +16,7 @@ from saccade.model.layers import LayerNorm, RMSNorm
 from saccade.model.linear import PatchLinear
 from saccade.model.normed_sum import add_update
 from saccade.model.vision.layout import Layout, LayoutSizes, Segments
-from saccade.processor.image import Grid
+from saccade.processor.patches import Grid
 
 
 class TowerPass:
@@ -100,7 +100,7 @@ class Tower(nn.Module):
         raise NotImplementedError
 
     def patchify(self, pixels_HWC: Tensor, grid: Grid) -> Tensor:
-        """[patches, frame_dim]: a uint8 image resized to a grid, as `processor.image.video_patches` does.
+        """[patches, frame_dim]: a uint8 image resized to a grid, as `processor.patches.video_patches` does.
 
         Only some families allow it: `VisionRules.can_patchify_on_device`.
         """

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 from saccade.errors import CheckpointError
 from saccade.processor.families import llava_next, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
 from saccade.processor.folder import read_config
-from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize
+from saccade.processor.image import MediaLimits, Pixels
 from saccade.processor.parts import Part, VisualKind
+from saccade.processor.patches import Grid, ImageSettings, Resize
 
 
 class VisionRules(Protocol):

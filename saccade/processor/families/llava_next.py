@@ -14,8 +14,9 @@ from saccade.errors import ImageError
 from saccade.processor.families.settings import required_id
 from saccade.processor.families.tile_rules import TileRules, check_processor, is_within
 from saccade.processor.families.tile_settings import TileDefaults, read_tile_settings
-from saccade.processor.image import Grid, MediaLimits, Pixels, Resize
+from saccade.processor.image import MediaLimits, Pixels
 from saccade.processor.parts import FeatureSpan, Part, VisualKind
+from saccade.processor.patches import Grid, Resize
 from saccade.processor.positions import TextSpan
 
 MODEL_TYPE = "llava_next"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from saccade.processor.families.settings import read_settings, required_id
-from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize, video_patches
+from saccade.processor.image import MediaLimits, Pixels
 from saccade.processor.parts import FeatureSpan, Part, VisualKind
+from saccade.processor.patches import Grid, ImageSettings, Resize, video_patches
 from saccade.processor.positions import VisionSpan
 
 MODEL_TYPE = "qwen2_vl"

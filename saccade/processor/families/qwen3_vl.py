@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from saccade.processor.families import qwen2_vl
 from saccade.processor.families.settings import preprocessor_config, read_settings, required_id
-from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize, video_patches
+from saccade.processor.image import MediaLimits, Pixels
 from saccade.processor.parts import Part, TextTokens, VisualKind
+from saccade.processor.patches import Grid, ImageSettings, Resize, video_patches
 
 MODEL_TYPE = "qwen3_vl"
 

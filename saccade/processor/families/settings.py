@@ -8,7 +8,7 @@ from typing import Any
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.processor.folder import read_json
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 
 
 def read_settings(

@@ -12,8 +12,9 @@ import numpy as np
 from saccade.errors import CheckpointError, ImageError
 from saccade.processor.families.tile_settings import TileSettings
 from saccade.processor.folder import read_json
-from saccade.processor.image import Grid, MediaLimits, Pixels, check_size
+from saccade.processor.image import MediaLimits, Pixels, check_size
 from saccade.processor.parts import VisualKind
+from saccade.processor.patches import Grid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.processor.families.settings import check_pixels, preprocessor_config, three_numbers
-from saccade.processor.image import ImageSettings
+from saccade.processor.patches import ImageSettings
 from saccade.processor.tiles import Size, Tiling
 
 

@@ -10,8 +10,9 @@ from saccade.engine.frontend.preprocessing.prompt_processor import is_possible
 from saccade.engine.media import ImageTask
 from saccade.errors import ImageError
 from saccade.processor.families import VisionRules
-from saccade.processor.image import Grid, MediaLimits, check_size
+from saccade.processor.image import MediaLimits, check_size
 from saccade.processor.parts import Part
+from saccade.processor.patches import Grid
 from saccade.workers.pool import WorkerLostError
 
 _MAX_TEXT_TOKENS = 64

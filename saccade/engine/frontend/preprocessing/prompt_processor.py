@@ -19,19 +19,10 @@ from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, Pr
 from saccade.engine.media import ImageTask, Source
 from saccade.errors import ImageError
 from saccade.processor.families import VisionRules
-from saccade.processor.image import (
-    FORMATS,
-    Grid,
-    ImageSettings,
-    MediaBudget,
-    MediaLimits,
-    Pixels,
-    load_image,
-    read_encoded,
-    upright_size,
-)
+from saccade.processor.image import FORMATS, MediaBudget, MediaLimits, Pixels, load_image, read_encoded, upright_size
 from saccade.processor.messages import Message
 from saccade.processor.parts import Visual, VisualKind
+from saccade.processor.patches import Grid, ImageSettings
 from saccade.processor.processor import Processor, prefix_errors
 from saccade.processor.tools import Tool
 from saccade.processor.video import import_all_of_av, sampled_frames
