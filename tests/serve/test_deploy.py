@@ -7,26 +7,28 @@ from pathlib import Path
 
 import pytest
 import yaml
+from serve.monitoring import (
+    DASHBOARDS,
+    DEPLOY,
+    FLEET_ALERTS,
+    OPERATIONS,
+    ROOT,
+    SERVER_ALERTS,
+    assert_exported,
+    expressions_of,
+    panels_of,
+    selectors_of,
+    undocumented,
+)
 from serve.scraping import scrape
 from typer.main import get_command
 
 from saccade.cli import app
 from saccade.serve import ServeConfig
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "saccade.json").read_text())
-ALERTS = [
-    rule
-    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
-    for rule in group["rules"]
-]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 GPU = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
 SERVE_OPTIONS = {name for parameter in get_command(app).commands["serve"].params for name in parameter.opts}
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-OF_PROMETHEUS = {"up"}
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +38,6 @@ def metrics(server):
 
 
 # ------------------------------------------------------------------ expressions
-
-
-def selectors_of(expression):
-    """Return the metric names of a PromQL expression, each with the labels that match it."""
-    plain = re.sub(r'"[^"]*"', '""', expression)
-    plain = re.sub(r"\b(by|on|without|ignoring|group_left|group_right)\s*\([^)]*\)", " ", plain)
-    found = re.findall(r"([a-zA-Z_:][\w:]*)\s*(\{[^}]*\})?(?!\s*[\w:(])", re.sub(r"\[[^\]]*\]", "", plain))
-    labels = {name: re.findall(r"(\w+)\s*[=!]", matcher) for name, matcher in found}
-    return {name: matched for name, matched in labels.items() if name not in ("and", "or", "unless")}
 
 
 def test_selectors_are_found_in_expressions():
@@ -57,41 +50,32 @@ def test_selectors_are_found_in_expressions():
     }
 
 
-EXPRESSIONS = [(rule["alert"], rule["expr"]) for rule in ALERTS] + [
-    (panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]
-]
+EXPRESSIONS = expressions_of("saccade", SERVER_ALERTS)
 
 
 @pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
 def test_every_metric_and_label_of_an_expression_is_exported(metrics, where, expression):
-    selectors = selectors_of(expression)
-    assert selectors
-    families = {f"{name}{end}" for name in metrics.types for end in ("", "_total", "_bucket", "_sum", "_count")}
-    for name, labels in selectors.items():
-        assert name in families | OF_PROMETHEUS, f"{where} uses {name}, which /metrics does not have"
-        for known, _ in metrics.samples_of(name)[:1]:
-            assert set(labels) <= known.keys() | {"instance", "job"}, (
-                f"{where} matches labels that {name} does not have"
-            )
+    assert_exported(metrics, where, expression)
 
 
 # ------------------------------------------------------------------ dashboard, alerts
 
 
-def test_the_dashboard_is_one_that_grafana_can_load():
-    assert DASHBOARD["uid"] == "saccade"
-    assert DASHBOARD["schemaVersion"] >= 36
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_is_one_that_grafana_can_load(name):
+    dashboard, shown = DASHBOARDS[name], panels_of(name)
+    assert dashboard["schemaVersion"] >= 36
+    ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
-    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     taken = set()
-    for panel in DASHBOARD["panels"]:
+    for panel in dashboard["panels"]:
         box = panel["gridPos"]
         cells = {(x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])}
         assert box["x"] + box["w"] <= 24
         assert not cells & taken, f"{panel['title']} overlaps another panel"
         taken |= cells
-    for panel in PANELS:
+    for panel in shown:
         assert panel["datasource"]["uid"] == "${datasource}"
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
         for target in panel["targets"]:
@@ -99,7 +83,13 @@ def test_the_dashboard_is_one_that_grafana_can_load():
             assert used <= variables
 
 
-@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_dashboards_have_ids_of_their_own():
+    uids = [dashboard["uid"] for dashboard in DASHBOARDS.values()]
+    assert "saccade" in uids
+    assert len(uids) == len(set(uids)) == 2
+
+
+@pytest.mark.parametrize("rule", [*SERVER_ALERTS, *FLEET_ALERTS], ids=lambda rule: rule["alert"])
 def test_every_alert_says_what_to_do_and_is_documented(rule):
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert set(rule["annotations"]) == {"summary", "description"}
@@ -107,9 +97,7 @@ def test_every_alert_says_what_to_do_and_is_documented(rule):
 
 
 def test_every_metric_is_documented(metrics):
-    own = [name for name, kind in metrics.types.items() if name.startswith(("saccade:", "vllm:", "http_"))]
-    assert len(own) > 30
-    assert [name for name in own if f"`{name}" not in OPERATIONS] == []
+    assert undocumented(metrics) == []
 
 
 def test_prometheus_and_grafana_find_what_compose_gives_them():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from fleet.cluster.local_front import LocalFront
 from model.hugging_face import SHAPES, make_checkpoint
+from serve.monitoring import FLEET_ALERTS, assert_exported, expressions_of, undocumented
 from serve.running import chat_body, image_part
 from serve.scraping import Metrics
 
@@ -107,3 +108,33 @@ def test_a_view_of_a_controller_that_was_replaced_is_not_shown(front):
     front.wait_until(lambda: len(front.reports) >= num_reports + 2)
     assert front.fleet()["generation"] == 9
     front.view = current
+
+
+# ------------------------------------------------------------------ metrics
+
+
+@pytest.fixture(scope="module")
+def metrics(front):
+    ask(front)
+    return Metrics(front.http.get("/metrics").text)
+
+
+EXPRESSIONS = expressions_of("fleet", FLEET_ALERTS)
+
+
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
+def test_every_metric_and_label_of_an_expression_is_exported(metrics, where, expression):
+    assert_exported(metrics, where, expression)
+
+
+def test_every_metric_of_a_front_is_documented(metrics):
+    assert undocumented(metrics) == []
+
+
+def test_metrics_of_a_fleet_are_by_version_and_replica(front, metrics):
+    assert metrics["saccade:fleet_replicas_ready", "model_name=tiny", "version=may"] == 2
+    assert metrics["saccade:fleet_version_share", "version=may"] == 1
+    replicas = {labels["replica"] for labels, _ in metrics.samples_of("saccade:fleet_replica_queue_seconds")}
+    assert replicas == {"one", "two"}
+    assert metrics["saccade:fleet_fronts"] >= 1
+    assert metrics["saccade:fleet_patches_total", "version=may"] > 0
