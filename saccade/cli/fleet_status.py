@@ -45,6 +45,8 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         lines.append("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     for rollout in model["rollouts"]:
         lines += _rollout_lines(rollout)
+    for experiment in model["experiments"]:
+        lines += _experiment_lines(experiment)
     if model["rollback_to"]:
         versions = ", ".join(f"{one['version']} {one['traffic']:.3g} %" for one in model["rollback_to"])
         lines.append(f"  a rollback goes to {versions}")
@@ -76,6 +78,18 @@ def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
             f"{running['exceeding']} of {running['requests']}; "
             f"evidence {max(0.0, found):.1f} of {one['log_e_needed']:.1f}"
         )
+    return lines
+
+
+def _experiment_lines(report: dict[str, Any]) -> list[str]:
+    state = "runs" if report["is_running"] else "waits for its versions"
+    ratio = "" if report["sample_ratio"]["is_as_expected"] else "  users are missing from a variant"
+    lines = [f"  experiment {report['experiment']}: {state}, {100 * report['share']:.3g} % of users{ratio}"]
+    for name, variant in report["variants"].items():
+        means = "  ".join(f"{metric} {mean:.4g}" for metric, mean in variant["means"].items() if mean is not None)
+        lines.append(f"    {name}: {variant['users']:,} users, {variant['requests']:,} requests  {means}".rstrip())
+    for one in report["comparisons"]:
+        lines.append(f"    {one['metric']} of {one['variant']} against {one['control']}: {one['verdict']}")
     return lines
 
 

@@ -68,7 +68,7 @@ def _content(desired: Desired, snapshot: Snapshot | None) -> dict[str, Any]:
 
 def _model(versions: ModelVersions, replicas: Mapping[str, Any]) -> dict[str, Any]:
     """One model, with its versions and rollouts."""
-    shares, bounds = versions.split.shares, versions.bounds()
+    shares, bounds = versions.view().shares, versions.bounds()
     return {
         "name": versions.model, "progress": versions.progress, "reason": versions.reason, "refusal": versions.refusal,
         "versions": [
@@ -88,6 +88,7 @@ def _model(versions: ModelVersions, replicas: Mapping[str, Any]) -> dict[str, An
             }
             for name, one in versions.introductions.items()
         ],
+        "experiments": finite([one.report() for one in versions.experiments.runs.values()]),
         "rollback_to": [{"version": one.name, "traffic": one.traffic} for one in versions.rollback_target],
     }  # fmt: skip
 

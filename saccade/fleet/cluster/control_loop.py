@@ -27,7 +27,7 @@ from saccade.fleet.actions import (
     Observed,
 )
 from saccade.fleet.cluster.front_registry import FrontRegistry
-from saccade.fleet.cluster.view import FleetView, FrontReport, ModelView
+from saccade.fleet.cluster.view import DecisionView, FleetView, FrontReport, ModelView, newest_decisions
 from saccade.fleet.config import FleetConfig
 from saccade.fleet.driver import Driver, Step
 from saccade.fleet.lease import RENEW_S, Candidate, Lease, LeaseLostError, Owner
@@ -81,6 +81,7 @@ class ControlLoop:
         """Guards the fronts, the view and the answers of probes."""
         self._models: tuple[ModelView, ...] | None = None
         """What fronts are given; None: nothing was stored yet."""
+        self._decisions: tuple[DecisionView, ...] = ()
         self._answers: list[tuple[AskProbe, str | None]] = []
         self._in_flight: set[tuple[str, str, str]] = set()
         self._failures: dict[tuple[str, str], str] = {}
@@ -105,6 +106,7 @@ class ControlLoop:
             view = FleetView(
                 epoch=lease.epoch, generation=desired.generation, models=self._models,
                 num_fronts=max(1, self._fronts.num_alive), consumption=consumption, poison=self._fronts.poison,
+                decisions=self._decisions,
             )  # fmt: skip
         return view.to_bytes()
 
@@ -124,7 +126,7 @@ class ControlLoop:
             step = self._driver.step(observed)
             self._store(step, observed, registry)
             with self._lock:
-                self._models = step.models
+                self._models, self._decisions = step.models, newest_decisions(self._driver.recent)
             for action in step.actions:
                 self._carry_out(action)
             if step.has_ended:

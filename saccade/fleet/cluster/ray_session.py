@@ -1,12 +1,14 @@
 """Connects this process to Ray: a local one that ends with it, or a cluster that runs.
 
-A local Ray listens on loopback alone and has no dashboard: Ray's ports run code for whoever reaches them.
+Ray's ports run code for whoever reaches them. A local Ray listens on loopback, has no dashboard, and asks every caller
+for a token that only its own processes have: replicas of Ray Serve listen on all addresses, whatever one says.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ _LOOPBACK = "127.0.0.1"
 @contextmanager
 def local_ray() -> Iterator[None]:
     """Start a Ray on this machine, and end it with everything that runs there."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # inherited by Ray's processes, stored nowhere
     # On Linux Ray replaces a loopback address by the machine's own, unless it is told that it is not in a cluster.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
