@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import os
@@ -181,11 +182,12 @@ async def metrics(session, url) -> dict[str, float]:
 
 
 def processes(kind):
-    """Processes of a kind, by their title."""
+    """Processes of a kind, by their title: those of this fleet, not of another one on the machine."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if (line := process.info["cmdline"]) and line[0].startswith(TITLES[kind]):
-            found.append(process.pid)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (line := process.cmdline()) and line[0].startswith(TITLES[kind]):
+                found.append(process.pid)
     return found
 
 

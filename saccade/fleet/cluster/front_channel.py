@@ -29,6 +29,12 @@ class FrontChannel:
         """Requests that have not ended."""
         self.heard_at = time.monotonic()
         """When the front last called."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the stream of messages. A front that is alive after all opens another one."""
+        self._is_closed = True
+        self._has_outputs.set()
 
     def put(self, output: RequestOutput) -> None:
         """Add an output, from any thread."""
@@ -44,7 +50,7 @@ class FrontChannel:
     async def messages(self, load: Callable[[], bytes | None], every_s: float) -> AsyncIterator[bytes]:
         """Messages of the channel: outputs as they come, and every so often the load of the replica if it changed."""
         report_at = time.monotonic()
-        while True:
+        while not self._is_closed:
             if (wait_s := report_at - time.monotonic()) <= 0:
                 report_at = time.monotonic() + every_s
                 if (report := load()) is not None:

@@ -180,7 +180,9 @@ class ReplicaService:
                     self._leave(front)
 
     def _leave(self, front: str) -> None:
-        for request_id in self._fronts.pop(front).request_ids:
+        channel = self._fronts.pop(front)
+        channel.close()
+        for request_id in channel.request_ids:
             self._host.cancel(request_id)
 
     def _hello(self) -> Hello:

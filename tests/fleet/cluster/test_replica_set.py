@@ -235,3 +235,14 @@ def test_requests_of_a_front_that_died_are_cancelled_within_five_seconds(checkpo
             assert time.monotonic() - begun < 5.0
         [completion] = living.engine.generate(about(), params(max_tokens=4))
         assert completion.failure is None
+
+
+def test_a_front_that_was_away_for_too_long_opens_its_channel_again(checkpoint):
+    with LocalFleet(checkpoint, ("one",)) as fleet:
+        service = fleet.replicas.services["one"]
+        [channel] = service._fronts.values()
+        channel.heard_at -= 100.0  # its process has stood still
+        fleet.wait_until(lambda: service._fronts and list(service._fronts.values()) != [channel])
+        fleet.wait_until(lambda: fleet.set.num_ready == 1)
+        [completion] = fleet.engine.generate(about(), params(max_tokens=4))
+        assert completion.failure is None
