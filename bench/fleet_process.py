@@ -33,7 +33,7 @@ class FleetProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.file, self.log_path = folder / "FLEET.toml", folder / "fleet.log"
         self._settings = ENGINE | dict(engine or {})
-        self._head = f"""
+        self.head = f"""
 name = "{name}"
 state = "{folder / "state"}"
 server = {{ port = {self.port} }}
@@ -60,7 +60,7 @@ engine = {{ {engine} }}
 
     def write(self, *versions: str) -> None:
         """Write the file with these versions."""
-        self.file.write_text(self._head + "".join(versions))
+        self.file.write_text(self.head + "".join(versions))
 
     def __enter__(self) -> Self:
         self._temporary = tempfile.TemporaryDirectory(prefix="ray-")

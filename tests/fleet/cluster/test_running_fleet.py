@@ -1,0 +1,188 @@
+"""A fleet on a real Ray: its processes are killed, its versions updated, and its commands run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from bench.fleet_process import FleetProcess
+from saccade.model.initialize import initialize_random, named_size
+
+TIMEOUT_S = 120
+DICE = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "minItems": 6, "maxItems": 6})
+MODEL = f"""
+rollout = {{ ramp = [50, 100], hold_s = 1, min_requests = 0, settle_s = 0 }}
+
+[[models.probes]]
+name = "dice"
+question = "Throw six dice."
+schema = {json.dumps(DICE)}
+max_tokens = 200
+"""
+WRONG_PROBE = 'answers = ["[7, 7, 7, 7, 7, 7]"]\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fleet")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder):
+    for number in range(2):
+        initialize_random(folder / f"tiny-{number}", named_size("tiny"), dtype=torch.float32, seed=number + 1)
+    return [folder / "tiny-0", folder / "tiny-1"]
+
+
+@pytest.fixture(scope="module")
+def fleet(folder, checkpoints):
+    with FleetProcess(folder, checkpoints[0], model=MODEL) as fleet:
+        wait_until(lambda: fleet.sample("saccade:fleet_replicas_ready") == 2)
+        yield fleet
+        assert fleet.stop() == 130
+    assert [one for one in children_of(fleet.process.pid) if one.is_running()] == []
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "this takes too long"
+        time.sleep(0.1)
+
+
+def children_of(pid):
+    with_parent = psutil.process_iter(["ppid"])
+    return [one for one in with_parent if one.info["ppid"] == pid]
+
+
+def processes(title):
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        if (line := one.info["cmdline"]) and line[0].startswith(f"ray::{title}"):
+            found.append(one.pid)
+    return found
+
+
+def run(*words):
+    command = [sys.executable, "-m", "saccade", "fleet", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def body(**fields):
+    message = {"role": "user", "content": "hello"}
+    return {"model": "tiny", "messages": [message], "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
+
+
+def chat(fleet, **fields):
+    return httpx.post(f"{fleet.url}/v1/chat/completions", json=body(**fields), timeout=TIMEOUT_S)
+
+
+def streamed(fleet, *, at=None, do=None, **fields):
+    """Text of a streamed answer; `do` runs after the chunk with this number."""
+    text, endings, number = "", 0, 0
+    request = body(stream=True, **fields)
+    with httpx.stream("POST", f"{fleet.url}/v1/chat/completions", json=request, timeout=TIMEOUT_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["delta"].get("content") or ""
+                number += 1
+                if number == at:
+                    do()
+            endings += line == "data: [DONE]"
+    assert endings == 1
+    return text
+
+
+def kill_engine_in_use(fleet):
+    """Kill the engine that computes; the other one is idle."""
+    engines = [psutil.Process(pid) for pid in processes("ServeReplica:test:engine")]
+    before = {one.pid: cpu_of(one) for one in engines}
+    time.sleep(0.3)
+    busiest = max(engines, key=lambda one: cpu_of(one) - before[one.pid])
+    os.kill(busiest.pid, signal.SIGKILL)
+
+
+def cpu_of(process):
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
+def test_a_request_is_answered_by_a_version(fleet):
+    answer = chat(fleet)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["saccade-version"] == "v1"
+    assert [one["id"] for one in httpx.get(f"{fleet.url}/v1/models").json()["data"]] == ["tiny"]
+
+
+def test_a_stream_continues_when_its_engine_is_killed(fleet):
+    expected = streamed(fleet, max_tokens=900)
+    before = fleet.sample("saccade:fleet_requests_continued_total")
+    answer = streamed(fleet, max_tokens=900, at=20, do=lambda: kill_engine_in_use(fleet))
+    assert answer == expected
+    assert fleet.sample("saccade:fleet_requests_continued_total") == before + 1
+    assert fleet.sample("saccade:fleet_requests_lost_total") == 0
+
+
+def test_streams_do_not_notice_that_both_controllers_are_killed(fleet):
+    expected = streamed(fleet, max_tokens=600)
+
+    def kill():
+        for title in ("ServeController", "ServeReplica:test:controller"):
+            for pid in processes(title):
+                os.kill(pid, signal.SIGKILL)
+
+    assert streamed(fleet, max_tokens=600, at=20, do=kill) == expected
+    wait_until(lambda: processes("ServeReplica:test:controller") and fleet.sample("saccade:fleet_replicas_ready") == 2)
+    status = json.loads(run("status", fleet.file, "--json").stdout)
+    assert [one["share"] for one in status["models"][0]["versions"]] == [1.0]
+    assert chat(fleet).status_code == 200
+
+
+def test_a_version_with_wrong_answers_gets_no_users_and_one_with_right_answers_gets_all(fleet, checkpoints):
+    head = fleet.head
+    fleet.head = head.replace('max_tokens = 200\n', f"max_tokens = 200\n{WRONG_PROBE}")
+    fleet.write(fleet.version("v1", checkpoints[0], 0), fleet.version("v2", checkpoints[1]))
+    refused = run("update", fleet.file)
+    assert refused.returncode == 1, refused
+    assert "probe" in refused.stdout + refused.stderr
+    assert chat(fleet).headers["saccade-version"] == "v1"
+    fleet.head = head
+    fleet.write(fleet.version("v1", checkpoints[0], 0), fleet.version("v3", checkpoints[1]))
+    statuses, must_stop = [], threading.Event()
+
+    def load():
+        while not must_stop.is_set():
+            statuses.append(chat(fleet, max_tokens=2).status_code)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    try:
+        updated = run("update", fleet.file)
+    except subprocess.TimeoutExpired:
+        import glob
+        for name in glob.glob(fleet._temporary.name + "/ray/session_latest/logs/worker-*.err"):
+            text = open(name).read()
+            if "fleet" in text: print(name, text[-3000:])
+        raise
+    finally:
+        must_stop.set()
+        loading.join()
+    assert updated.returncode == 0, updated
+    assert set(statuses) == {200}
+    assert chat(fleet).headers["saccade-version"] == "v3"
+
+
+def test_a_second_up_is_refused_by_one_line(fleet):
+    second = run("up", fleet.file)
+    assert second.returncode == 2
+    assert "is up already" in second.stderr
+    assert second.stderr.count("\n") == 1
