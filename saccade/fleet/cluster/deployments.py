@@ -19,6 +19,7 @@ from saccade.fleet.cluster.front import Front, FrontSetup
 from saccade.fleet.cluster.names import ENGINE, FRONT, engine_app, front_app
 from saccade.fleet.cluster.ray_router import ChosenReplicaRouter
 from saccade.fleet.config import FleetConfig, ModelConfig, VersionConfig
+from saccade.fleet.scaling import ScalingPolicy
 
 _UNLIMITED = 1_000_000
 """Calls that a replica takes at a time: admission is the front's."""
@@ -33,12 +34,6 @@ def deploy_engines(
     fleet: FleetConfig, model: ModelConfig, version: VersionConfig, min_replicas: int, max_replicas: int
 ) -> None:
     """Deploy the engines of a version, or change their bounds. Replicas that run stay. Does not wait for replicas."""
-    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
-        policy_function="saccade.fleet.cluster.ray_scaling:PredictedQueueTime",
-        policy_kwargs={
-            "policy": encode(model.engines.scaling), "min_replicas": min_replicas, "max_replicas": max_replicas,
-        },
-    )  # fmt: skip
     deployment = serve.deployment(
         name=ENGINE,
         ray_actor_options={"num_cpus": model.engines.cpus_per_replica, "num_gpus": version.gpus_per_replica},
@@ -48,11 +43,8 @@ def deploy_engines(
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=ChosenReplicaRouter),  # type: ignore[arg-type]
-        autoscaling_config=AutoscalingConfig(
-            min_replicas=min_replicas, max_replicas=max_replicas, initial_replicas=max(1, min_replicas), policy=policy,
-            metrics_interval_s=_METRICS_S, look_back_period_s=2 * _METRICS_S, upscale_delay_s=0, downscale_delay_s=0,
-        ),
-    )  # fmt: skip
+        autoscaling_config=_scaling(model.engines.scaling, min_replicas, max_replicas),
+    )
     setup = EngineSetup(model=model.name, version=version).to_json()
     _run(deployment(EngineReplica), setup, engine_app(fleet.name, model.name, version.name))
 
@@ -61,16 +53,33 @@ def deploy_fronts(fleet: FleetConfig) -> None:
     """Deploy the fronts, or change how many there are."""
     deployment = serve.deployment(
         name=FRONT,
-        num_replicas=fleet.front.min_replicas,
         ray_actor_options={"num_cpus": fleet.front.cpus_per_replica},
         max_ongoing_requests=_UNLIMITED,
         graceful_shutdown_timeout_s=fleet.server.drain_timeout_s + _FRONT_GRACE_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        autoscaling_config=_scaling(fleet.front.scaling, fleet.front.min_replicas, fleet.front.max_replicas),
     )
     num_workers = max(1, round(fleet.front.cpus_per_replica))
     setup = FrontSetup(fleet=fleet.name, server=fleet.server, num_workers=num_workers)
     _run(deployment(Front), setup.to_json(), front_app(fleet.name))
+
+
+def _scaling(policy: ScalingPolicy, min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+    """Have Ray ask our policy for the number of replicas."""
+    return AutoscalingConfig(
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        initial_replicas=max(1, min_replicas),
+        policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
+            policy_function="saccade.fleet.cluster.ray_scaling:PredictedQueueTime",
+            policy_kwargs={"policy": encode(policy), "min_replicas": min_replicas, "max_replicas": max_replicas},
+        ),
+        metrics_interval_s=_METRICS_S,
+        look_back_period_s=2 * _METRICS_S,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+    )
 
 
 def delete_app(name: str) -> None:

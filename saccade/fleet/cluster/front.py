@@ -68,6 +68,10 @@ class Front:
         asked = decode(Probe, json.loads(probe), "probe")
         return await asyncio.wrap_future(self._server.probe(model, version, asked))
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Load of this front; Ray passes it to the scaling policy."""
+        return self._server.scaling_load()
+
     def check_health(self) -> None:
         """Raise if the server has stopped; Ray replaces the replica."""
         if not self._server.is_alive:

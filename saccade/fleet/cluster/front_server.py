@@ -67,6 +67,7 @@ class FrontServer:
         """Address at which this front accepts requests."""
         self._started: Future[tuple[asyncio.AbstractEventLoop, FleetModels]] = Future()
         self._listener: Listener | None = None
+        self._started_cpu_s, self._num_requests = time.process_time(), 0
         self._thread = threading.Thread(target=self._run, name="saccade-front-server", daemon=True)
         self._thread.start()
         self._started.result()
@@ -75,6 +76,17 @@ class FrontServer:
     def is_alive(self) -> bool:
         """Whether the server runs."""
         return self._thread.is_alive()
+
+    def scaling_load(self) -> dict[str, float]:
+        """Load for the scaling of the fronts. A front's work is its CPU time, since it runs one interpreter."""
+        cpu_s = time.process_time() - self._started_cpu_s
+        return {
+            "arrived_s": cpu_s,
+            "waiting_s": 0.0,
+            "num_running": float(self._gate.num_open),
+            "slots": 1.0,
+            "request_s": cpu_s / max(1, self._num_requests),
+        }
 
     def probe(self, model: str, version: str, probe: Probe) -> Future[str]:
         """Ask a version a probe; the future gets the text of the answer, or why there is none."""
@@ -115,7 +127,7 @@ class FrontServer:
             self._front_id, self.url, self._sync, partial(self._follow, models, context),
             take_consumption=self._front.rates.take_consumption, take_poison=poison.take_unreported,
         )  # fmt: skip
-        self._front.observers.append(partial(_observe, link))
+        self._front.observers.append(partial(self._observe, link))
         tasks = [asyncio.create_task(link.run()), asyncio.create_task(self._front.record_history())]
         self._models = models
         self._started.set_result((loop, models))
@@ -134,6 +146,12 @@ class FrontServer:
         self._front.charge(view.consumption)
         models.follow(view)
 
+    def _observe(self, link: ControllerLink, record: RequestRecord) -> None:
+        """Count a request that has ended, and report how."""
+        self._num_requests += 1
+        if (outcome := outcome_of(record)) is not None:
+            link.observe(record.model, outcome)
+
     async def _drain(self) -> None:
         """Accept no more connections, wait for requests in progress, and stop."""
         assert self._listener is not None
@@ -144,12 +162,6 @@ class FrontServer:
         for service in self._models.services:
             service.cancel_all()
         self._listener.should_exit = True
-
-
-def _observe(link: ControllerLink, record: RequestRecord) -> None:
-    """Report how a request of a version ended."""
-    if (outcome := outcome_of(record)) is not None:
-        link.observe(record.model, outcome)
 
 
 async def _answer(models: FleetModels, model: str, version: str, probe: Probe) -> str:
