@@ -81,15 +81,22 @@ def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _experiment_lines(report: dict[str, Any]) -> list[str]:
-    state = "runs" if report["is_running"] else "waits for its versions"
-    ratio = "" if report["sample_ratio"]["is_as_expected"] else "  users are missing from a variant"
-    lines = [f"  experiment {report['experiment']}: {state}, {100 * report['share']:.3g} % of users{ratio}"]
-    for name, variant in report["variants"].items():
-        means = "  ".join(f"{metric} {mean:.4g}" for metric, mean in variant["means"].items() if mean is not None)
-        lines.append(f"    {name}: {variant['users']:,} users, {variant['requests']:,} requests  {means}".rstrip())
-    for one in report["comparisons"]:
-        lines.append(f"    {one['metric']} of {one['variant']} against {one['control']}: {one['verdict']}")
+def _experiment_lines(experiment: dict[str, Any]) -> list[str]:
+    state = experiment["failure"] or ("runs" if experiment["is_running"] else "waits for its versions")
+    fallbacks = f", {experiment['fallbacks']:,} requests followed the traffic" if experiment["fallbacks"] else ""
+    lines = [
+        f"  experiment {experiment['experiment']}: {state}, with {100 * experiment['share']:.3g} % of users{fallbacks}"
+    ]
+    if not experiment["sample_ratio"]["is_as_expected"]:
+        lines.append("    users are missing from a variant: the means say nothing")
+    for name, one in experiment["variants"].items():
+        means = [f"{metric} {mean:.4g}" for metric, mean in one["means"].items() if mean is not None]
+        expected = f"{100 * one['expected_share']:.3g} % expected"
+        counts = f"{one['users']:,} users ({expected}), {one['requests']:,} requests"
+        lines.append("  ".join([f"    {name}: {counts}", *means]))
+    for one in experiment["comparisons"]:
+        interval = f", {one['difference']:+.3g} ({one['low']:+.3g} to {one['high']:+.3g})" if "low" in one else ""
+        lines.append(f"    {one['variant']} against {one['control']}, {one['metric']}: {one['verdict']}{interval}")
     return lines
 
 

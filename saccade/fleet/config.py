@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import ConfigError
@@ -149,6 +149,10 @@ class ModelConfig:
         """Versions without traffic that run for experiments alone."""
         used = {name for one in self.experiments for name in one.versions}
         return tuple(version for version in self.versions if not version.traffic and version.name in used)
+
+    def only_with(self, versions: tuple[VersionConfig, ...]) -> ModelConfig:
+        """The model with other versions and without experiments, as an operator goes back to them."""
+        return replace(self, versions=versions, experiments=())
 
     def _check_experiments(self) -> None:
         names, has_users = [version.name for version in self.versions], True

@@ -111,7 +111,7 @@ def request_rollback(state: FleetState, model: str, now: float) -> tuple[Desired
     target = () if versions is None else versions.rollback_target
     if not target:
         raise ConfigError(f"no other version of {model} ran before: there is nothing to go back to")
-    models = tuple(replace(one, versions=target) if one.name == model else one for one in desired.config.models)
+    models = tuple(one.only_with(target) if one.name == model else one for one in desired.config.models)
     config = replace(desired.config, models=models)
     described = ", ".join(f"{one.name} {one.traffic:.3g} %" for one in target)
     change = state.change(config, after=desired.generation, command="rollback", time_s=now, at_once=(model,))

@@ -67,7 +67,7 @@ def _content(desired: Desired, snapshot: Snapshot | None) -> dict[str, Any]:
 
 
 def _model(versions: ModelVersions, replicas: Mapping[str, Any]) -> dict[str, Any]:
-    """One model, with its versions and rollouts."""
+    """One model, with its versions, rollouts and experiments."""
     shares, bounds = versions.view().shares, versions.bounds()
     return {
         "name": versions.model, "progress": versions.progress, "reason": versions.reason, "refusal": versions.refusal,

@@ -114,7 +114,7 @@ class ModelVersions:
         if (run := self.runs.get(outcome.version)) is not None:
             run.num_requests += 1
             run.num_errors += outcome.values.get("errors", 0.0) > 0
-        self.experiments.count(outcome)
+        self.experiments.count(outcome, () if self.desired is None else self.desired.objectives)
         for one in self._ramps.values():
             if outcome.variant is None:  # else the version is not by the ramp's share
                 one.rollout.observe(outcome)
@@ -140,8 +140,7 @@ class ModelVersions:
             elif self.progress == "updating":
                 self._step_ramp(self.desired, now)
         self._end_unused(now)
-        ready = {run.name for run in self.runs.values() if run.phase == "ready"}
-        self.experiments.step(ready, can_begin=lambda name: bool(self.split.shares) and name not in self.introductions)
+        self._step_experiments()
         for name in self.view().shares:
             self.runs[name].users_until_s = now
 
@@ -262,13 +261,20 @@ class ModelVersions:
     def _wanted(self) -> tuple[VersionConfig, ...]:
         return () if self.desired is None else self.desired.live_versions
 
+    def _step_experiments(self) -> None:
+        """Let experiments begin and end. A version has its share by a ramp before it gets users of an experiment."""
+        ready = {run.name for run in self.runs.values() if run.phase == "ready"}
+        can_begin = ready - self.introductions.keys() if self.split.shares else set[str]()
+        alpha = 0.0 if self.desired is None else self.desired.rollout.false_rollbacks
+        self.experiments.step(ready, can_begin, alpha)
+
     @property
     def _in_experiments(self) -> tuple[VersionConfig, ...]:
-        """Versions without traffic that run for experiments. One that has failed ends its experiment."""
+        """Versions without traffic that run for experiments, of those that were not rolled back."""
         if self.desired is None:
             return ()
-        experiments = [one.versions for one in self.desired.experiments if one.versions.isdisjoint(self._failed)]
-        used = frozenset[str]().union(*experiments)
+        experiments = [one.config.versions for one in self.experiments.runs.values() if not one.failure]
+        used = frozenset[str]().union(*(one for one in experiments if one.isdisjoint(self._failed)))
         return tuple(version for version in self.desired.experiment_versions if version.name in used)
 
     @property

@@ -7,12 +7,15 @@ import json
 import pytest
 from fleet.simulated_cluster import PROBE, fleet, model, version
 
+from saccade.cli.fleet_status import status_lines
 from saccade.errors import ConfigError, StorageError
 from saccade.fleet.actions import AppHealth
 from saccade.fleet.cluster.control_loop import ControlLoop, NotReadyError
 from saccade.fleet.cluster.view import FleetView, FrontReport
+from saccade.fleet.experiments import Experiment, Variant
 from saccade.fleet.lease import LEASE_S, Candidate, Owner, holder_of
 from saccade.fleet.objectives import Outcome
+from saccade.fleet.operations import request_rollback
 from saccade.fleet.state import FleetState
 from saccade.fleet.status import fleet_status
 from saccade.serve.rate_limit import Consumption
@@ -302,3 +305,61 @@ def test_probes_without_an_answer_are_asked_again(tmp_path):
     machine.answer = "stop"
     machine.run(controller, 4)
     assert fleet_status(machine.state, machine.now)["models"][0]["versions"][0]["state"] == "ready"
+
+
+def test_another_controller_continues_an_experiment_with_its_users_and_the_status_tells_its_results(tmp_path):
+    machine, front = Machine(tmp_path), Front()
+    variants = (Variant(name="old", version="may"), Variant(name="new", version="june"))
+    months = Experiment(name="months", variants=variants, share=0.5, metrics=("tpot",))
+    machine.change(fleet(model(MAY, version("june", 0.0), experiments=(months,))), "up")
+    controller = machine.controller()
+    machine.run(controller, 12)
+    view = front.report(controller).models[0]
+    assert view.experiments[0].is_running
+
+    def report(controller, users):
+        ended = []
+        for user in users:
+            chosen, experiment, variant = view.assign(user, ["may", "june"])
+            values = {"tpot": 0.01 if chosen == "may" else 0.02, "errors": 0.0}
+            ended.append(Outcome(user=user, version=chosen, values=values, experiment=experiment, variant=variant))
+        front.report(controller, outcomes={"tiny": tuple(ended)})
+        machine.run(controller, 5)
+
+    def experiment():
+        [served] = fleet_status(machine.state, machine.now)["models"]
+        [one] = served["experiments"]
+        return one
+
+    report(controller, [f"user {number}" for number in range(500)])
+    before = experiment()
+    assert sum(one["users"] for one in before["variants"].values()) == pytest.approx(250, abs=40)
+    second = machine.controller()
+    machine.run(second, 5)
+    assert experiment() == before
+    assert front.report(second).models[0] == view
+    report(second, [f"user {number}" for number in range(1500)])
+    after = experiment()
+    assert sum(one["requests"] for one in after["variants"].values()) == pytest.approx(1000, abs=80)
+    assert sum(one["users"] for one in after["variants"].values()) == pytest.approx(750, abs=60)
+    [comparison] = after["comparisons"]
+    assert (comparison["verdict"], comparison["difference"]) == ("higher", pytest.approx(0.01))
+    lines = status_lines(json.loads(json.dumps(fleet_status(machine.state, machine.now))))
+    assert "  experiment months: runs, with 50 % of users" in lines
+    assert "    new against old, tpot: higher, +0.01 (" in "\n".join(lines)
+
+
+def test_an_operator_who_goes_back_ends_the_experiments_of_the_model(tmp_path):
+    machine = Machine(tmp_path)
+    months = Experiment(
+        name="months", variants=(Variant(name="old", version="june"), Variant(name="new", version="july"))
+    )
+    machine.change(fleet(model(MAY)), "up")
+    controller = machine.controller()
+    machine.run(controller, 12)
+    machine.change(fleet(model(JUNE, version("july", 0.0), experiments=(months,))))
+    machine.run(controller, 60)
+    change, described = request_rollback(machine.state, "tiny", machine.now)
+    assert (described, change.config.models[0].experiments) == ("may 100 %", ())
+    machine.run(controller, 60)
+    assert set(machine.engines) == {("tiny", "may")}

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from fleet.simulated_cluster import PROBE, QUICK, Cluster, fleet, model, version
+from fleet.simulated_cluster import ERRORS, PROBE, QUICK, Cluster, fleet, model, version
 
 from saccade.fleet.bounds import bounds_of, divide
 from saccade.fleet.config import Pool
@@ -445,6 +445,26 @@ def test_a_version_of_an_experiment_keeps_its_users_while_an_update_gives_it_tra
     assert cluster.shares["tiny"] == pytest.approx({"may": 0.5, "int4": 0.5})
 
 
+def test_an_experiment_whose_variant_breaks_an_objective_is_rolled_back_until_another_update():
+    cluster = in_experiment(None, faults={"int4": 0.5})
+    step = cluster.run(20, num_requests=20)
+    assert step.models[0].shares == {"may": 1.0}
+    assert "int4" not in cluster.states or cluster.states["int4"] == "draining"
+    [decision] = [one for one in cluster.decisions if one["what"] == "experiment rolled back"]
+    assert decision["reason"] == "colours: variant red, errors: worse than the objective allows"
+    cluster.run(30, num_requests=20)
+    assert set(cluster.engines) == {("tiny", "may")}
+    cluster.faults.clear()
+    in_experiment(cluster, objectives=(replace(ERRORS, max_share=0.06),))
+    assert cluster.steps[-1].models[0].experiments[0].is_running
+
+
+def test_an_experiment_whose_control_breaks_the_objective_too_continues():
+    cluster = in_experiment(None, faults={"int4": 0.2, "may": 0.2})
+    cluster.run(60, num_requests=20)
+    assert cluster.steps[-1].models[0].experiments[0].is_running
+
+
 def test_an_experiment_that_leaves_the_file_ends_with_its_report_and_its_version_drains():
     cluster = in_experiment(None)
     cluster.run(20, num_requests=20)
@@ -532,9 +552,7 @@ def random_command(cluster, chooser):
             versions = cluster.driver.models.get(name)
             target = versions.rollback_target if versions is not None else ()
             if target:
-                models = [
-                    replace(one, versions=target, experiments=()) if one.name == name else one for one in config.models
-                ]
+                models = [one.only_with(target) if one.name == name else one for one in config.models]
                 cluster.command(replace(config, models=tuple(models)), "rollback", at_once=(name,))
         case 3:
             cluster.lose_everything()
@@ -593,7 +611,8 @@ def test_random_fleets_keep_their_promises_and_a_new_controller_does_what_the_ol
         names = {one.config.name for one in view.versions}
         assert set(view.split.shares) <= names <= set(view.split.shares) | needed
         for one in view.experiments:
-            assert one.is_running == (one.config.versions <= names)
+            failure = cluster.driver.models[view.name].experiments.runs[one.config.name].failure
+            assert one.is_running == (one.config.versions <= names and not failure)
     known = {(view.name, one.config.name) for view in cluster.steps[-1].models for one in view.versions}
     assert set(cluster.engines) == known
     numbers = [one["number"] for one in cluster.decisions]

@@ -129,7 +129,7 @@ class FleetModels(Models):
     def _choose(self, model: ModelView, user: str, adapter: str | None) -> Chosen:
         """Choose the user's version, or the first one that has users and can answer instead."""
         ready = [one.config for one in model.versions if one.state == "ready"]
-        able = [one.name for one in ready if adapter is None or adapter in one.adapters]
+        able = self._loaded(model, [one.name for one in ready if adapter is None or adapter in one.adapters])
         version, experiment, variant = model.assign(user, able)
         if version not in able:
             shares = model.split.shares
@@ -137,6 +137,14 @@ class FleetModels(Models):
         if version is None:
             raise refusal_of("loading")
         return Chosen(self._entries[model.name, version].service, adapter, experiment, variant)
+
+    def _loaded(self, model: ModelView, versions: list[str]) -> list[str]:
+        """Those versions that this front can use by now; all of them if it can use none."""
+        owners = {name: self._entries[model.name, name].owner for name in versions}
+        loaded = [name for name, owner in owners.items() if owner.state == "ready"]
+        for name in model.shares.keys() & owners.keys() - set(loaded):
+            owners[name].wake()
+        return loaded or versions
 
     def version(self, model: str, version: str) -> ServedVersion | None:
         """One version, whether or not it has users."""

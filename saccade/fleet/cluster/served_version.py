@@ -97,10 +97,14 @@ class ServedVersion:
         """The engine. Raises an error for the client if requests cannot be served; an empty pool is then woken."""
         engine = self._engine
         if engine is None or self._is_closed:
-            if not self.replicas.num_ready and not self._is_closed:
-                self._context.loop.call_soon_threadsafe(self._calls.wake)
+            self.wake()
             raise self.refusal()
         return engine
+
+    def wake(self) -> None:
+        """Have a replica started if there is none."""
+        if not self.replicas.num_ready and not self._is_closed:
+            self._context.loop.call_soon_threadsafe(self._calls.wake)
 
     @property
     def loaded_engine(self) -> Engine | None:

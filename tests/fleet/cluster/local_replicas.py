@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.host import EngineHost
@@ -26,13 +27,13 @@ class LocalReplicas:
         self.hosts: dict[str, EngineHost] = {}
         self.num_media_read = 0
 
-    def start(self, name):
+    def start(self, name, *, version="may"):
         host = EngineHost.load(
             self.version.checkpoint, device="cpu", dtype="float32", config=self.version.engine,
             limits=MediaLimits(allow_local_files=False), adapters=self.version.adapters,
         )  # fmt: skip
         self.hosts[name], self.killed[name] = host, asyncio.Event()
-        self.services[name] = ReplicaService(name, self.version, host)
+        self.services[name] = ReplicaService(name, replace(self.version, name=version), host)
 
     def kill(self, name):
         self.killed[name].set()
