@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 
 from saccade.engine.core.messages import AddAdapter, AddRequest, CoreInfo, EndRequest, Message, RemoveAdapter
@@ -28,10 +29,16 @@ class FleetCore:
         """`replicas` have been ready once and load the `adapters`. `on_stop` is never called: replicas are replaced."""
         assert replicas.info is not None, "a core is made when the first replica was ready"
         self.info: CoreInfo = replicas.info
-        self.statistics = Statistics()
-        """Counters of the front; replicas have their own."""
+        self._counted = Statistics()
+        """What this front has sent and got; counted in the event loop."""
         self._replicas, self._loop, self._adapters, self._on_outputs = replicas, loop, adapters, on_outputs
         self._is_closed = False
+
+    @property
+    def statistics(self) -> Statistics:
+        """Requests and tokens of this front. Steps, pages and caches are at the replicas, and stay zero here."""
+        waiting = self._replicas.num_waiting
+        return replace(self._counted, num_running=self._replicas.num_open - waiting, num_waiting=waiting)
 
     def send(self, message: Message) -> None:
         """Send a request to a replica, or end one."""
@@ -39,13 +46,25 @@ class FleetCore:
             case AddRequest() if self._is_closed:
                 self._on_outputs([_failed(message.request.id, _CLOSED)])
             case AddRequest():
-                self._loop.call_soon_threadsafe(partial(self._replicas.send, message, self._on_outputs))
+                on_outputs = partial(self._pass_on, len(message.request.token_ids))
+                self._loop.call_soon_threadsafe(partial(self._replicas.send, message, on_outputs))
             case EndRequest() if not self._is_closed:
                 self._loop.call_soon_threadsafe(partial(self._replicas.end, message.request_id, message.reason))
             case AddAdapter() if message.name in self._adapters:
                 self._on_outputs([RequestOutput(request_id=message.reply_id, finish_reason="stop")])
             case AddAdapter() | RemoveAdapter():
                 self._on_outputs([_failed(message.reply_id, _ADAPTERS)])
+
+    def _pass_on(self, num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> None:
+        """Count the outputs of one request, and pass them on."""
+        counted = self._counted
+        for output in outputs:
+            counted.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                counted.num_failures += output.failure is not None
+                counted.num_cached_tokens += output.num_cached_tokens
+                counted.num_prompt_tokens += num_prompt_tokens - output.num_cached_tokens
+        self._on_outputs(outputs)
 
     def close(self) -> None:
         """Send nothing more. Open requests get no more output."""

@@ -191,6 +191,11 @@ class ReplicaSet:
         """Requests that have not ended."""
         return len(self._sent)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are on no replica, because none is ready. Any thread may ask."""
+        return sum(sent.link is None for sent in list(self._sent.values()))
+
     def send(self, message: AddRequest, on_outputs: OnOutputs) -> None:
         """Send a request to a replica. Its outputs, the last one included, go to `on_outputs`."""
         sent = _Sent(message, on_outputs, self._front, self._clock())

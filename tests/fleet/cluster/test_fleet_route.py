@@ -138,3 +138,13 @@ def test_metrics_of_a_fleet_are_by_version_and_replica(front, metrics):
     assert replicas == {"one", "two"}
     assert metrics["saccade:fleet_fronts"] >= 1
     assert metrics["saccade:fleet_patches_total", "version=may"] > 0
+
+
+def test_a_front_counts_the_tokens_of_its_requests(front):
+    before = Metrics(front.http.get("/metrics").text)
+    usage = front.http.post("/v1/chat/completions", json=chat_body("count", max_tokens=5, ignore_eos=True)).json()[
+        "usage"
+    ]
+    grown = Metrics(front.http.get("/metrics").text) - before
+    assert grown["vllm:generation_tokens_total", "version=may"] == usage["completion_tokens"] == 5
+    assert grown["vllm:prompt_tokens_total", "version=may"] == usage["prompt_tokens"]
