@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.1"
 @contextmanager
 def local_ray() -> Iterator[None]:
     """Start a Ray on this machine, and end it with everything that runs there."""
-    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.pop("RAY_AUTH_MODE", None)  # a new Ray then asks for a token; a mode that is set is read at import only
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # inherited by Ray's processes, stored nowhere
     # On Linux Ray replaces a loopback address by the machine's own, unless it is told that it is not in a cluster.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], ray_constants.ENABLE_RAY_CLUSTER = "0", False
