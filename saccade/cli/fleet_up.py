@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +16,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from saccade.cli.fleet_report import Reporter
-from saccade.errors import ConfigError
-from saccade.fleet.lease import LEASE_S, Candidate, Lease, LeaseLostError, Owner, holder_of
+from saccade.errors import ConfigError, UserError
+from saccade.fleet.lease import LEASE_S, RENEW_S, Candidate, Lease, LeaseLostError, Owner, holder_of
 from saccade.fleet.operations import Follower, Outcome, request_down, request_up
 from saccade.fleet.state import FleetState
 from saccade.fleet.status import is_alive
@@ -34,13 +37,13 @@ class _TerminatedError(BaseException):
 
 def up_local(config: FleetConfig, report: Reporter) -> None:
     """Start a Ray on this machine and the fleet on it; stay until the fleet ends, or until a signal ends it."""
-    from saccade.fleet.cluster.ray_session import check_resources, cluster_name, local_ray, log_folder
-
-    state, cluster = FleetState(config.state), cluster_name(None)
+    state, cluster = FleetState(config.state), f"local Ray of process {os.getpid()} on {socket.gethostname()}"
     lease = _acquire(state, config.name, cluster, report)
-    with _given_back(lease), local_ray(), _sigterm_raises():
+    from saccade.fleet.cluster.ray_session import check_resources, local_ray, log_folder
+
+    with _kept(lease), local_ray(), _sigterm_raises():
         check_resources(config)
-        change = request_up(state, config, time.time())
+        change = request_up(state, config, time.time(), is_new_cluster=True)
         report.say(f"starting fleet {config.name}; logs are in {log_folder()}", logs=log_folder())
         try:
             _deploy(config, cluster)
@@ -62,13 +65,14 @@ def up_on_cluster(config: FleetConfig, report: Reporter) -> None:
     assert config.address is not None
     state = FleetState(config.state)
     with connected_ray(config.address):
-        cluster = cluster_name(config.address)
+        cluster = cluster_name()
         holder = holder_of(state.objects)
         owner = None if holder is None else holder.owner
         if is_alive(holder, time.time()) and (owner is None or owner.cluster != cluster):
             raise _refusal(config.name, owner)
         check_resources(config)
-        change = request_up(state, config, time.time())
+        is_new_cluster = owner is None or owner.cluster != cluster
+        change = request_up(state, config, time.time(), is_new_cluster=is_new_cluster)
         is_current = owner is not None and owner.saccade == Owner.of_this_process(cluster).saccade
         if not (has_controller(config.name) and is_current):
             _deploy(config, cluster)
@@ -126,14 +130,17 @@ def _acquire(state: FleetState, fleet: str, cluster: str, report: Reporter) -> L
     """Take the lease for the controller that follows; ConfigError: the fleet is up elsewhere."""
     candidate = Candidate(state.objects, Owner.of_this_process(cluster))
     first = holder_of(state.objects)
-    waits_until, has_said = time.monotonic() + 2 * LEASE_S, False
+    began_s, has_said = time.monotonic(), False
     while (lease := candidate.try_acquire()) is None:
         holder = holder_of(state.objects)
         is_renewed = first is not None and holder is not None and holder.heartbeat != first.heartbeat
-        if is_renewed or time.monotonic() > waits_until:
+        waited_s = time.monotonic() - began_s
+        if is_renewed or waited_s > 2 * LEASE_S:
             raise _refusal(fleet, None if holder is None else holder.owner)
-        if not has_said:
-            report.say(f"waiting {LEASE_S:.0f} s: the fleet was up before, and may be still", waiting_s=LEASE_S)
+        if waited_s > 2 * RENEW_S and not has_said:
+            report.say(
+                f"the fleet was up before: waiting {LEASE_S:.0f} s to see whether it is still", waiting_s=LEASE_S
+            )
             has_said = True
         time.sleep(_LOOK_S)
     return lease
@@ -147,11 +154,22 @@ def _refusal(fleet: str, owner: Owner | None) -> ConfigError:
 
 
 @contextmanager
-def _given_back(lease: Lease) -> Iterator[None]:
-    """Give the lease back in the end, if no controller has taken it over."""
+def _kept(lease: Lease) -> Iterator[None]:
+    """Renew the lease until the controller has taken it over; give it back in the end if none has."""
+    is_over = threading.Event()
+
+    def renew() -> None:
+        with contextlib.suppress(LeaseLostError, OSError, UserError):
+            while not is_over.wait(RENEW_S):
+                lease.renew()
+
+    renewing = threading.Thread(target=renew, name="saccade-lease", daemon=True)
+    renewing.start()
     try:
         yield
     finally:
+        is_over.set()
+        renewing.join()
         with contextlib.suppress(LeaseLostError):
             lease.release()
 

@@ -97,6 +97,12 @@ class Driver:
         elif (versions := self.models.get(action.model.name)) is not None:
             versions.note_deployed(action.version.name, action.bounds)
 
+    def lose_cluster(self, now: float) -> None:
+        """Note that nothing runs: this controller has another cluster than the one before."""
+        self._now, self._fronts = now, None
+        for versions in self.models.values():
+            versions.observe({}, now)
+
     # ------------------------------------------------------------------ decisions
 
     def step(self, observed: Observed) -> Step:

@@ -76,13 +76,18 @@ def with_absolute_paths(config: FleetConfig) -> FleetConfig:
 # ------------------------------------------------------------------ changing it
 
 
-def request_up(state: FleetState, config: FleetConfig, now: float) -> Desired:
-    """Write the fleet's file as the desired state, unless it is that already."""
+def request_up(state: FleetState, config: FleetConfig, now: float, *, is_new_cluster: bool) -> Desired:
+    """Write the fleet's file as the desired state, unless it is that already.
+
+    `is_new_cluster`: nothing of the fleet runs there, whatever the state folder says.
+    """
     newest = state.newest_generation()
     desired = None if newest is None else state.desired()
     if desired is not None and desired.config == config and not desired.is_down:
         return desired
-    _check_change(state, desired, config)
+    _check_name(state, desired, config)
+    if not is_new_cluster:
+        _check_versions(state, config)
     return state.change(config, after=newest, command="up", time_s=now)
 
 
@@ -94,7 +99,8 @@ def request_update(state: FleetState, config: FleetConfig, now: float) -> Desire
     except DataError:
         desired = None  # a damaged generation is replaced
     _check_runs(state, now)
-    _check_change(state, desired, config)
+    _check_name(state, desired, config)
+    _check_versions(state, config)
     return state.change(config, after=newest, command="update", time_s=now)
 
 
@@ -136,16 +142,20 @@ def _check_runs(state: FleetState, now: float) -> None:
         )
 
 
-def _check_change(state: FleetState, desired: Desired | None, config: FleetConfig) -> None:
-    """Refuse a change that the controller could not follow."""
+def _check_name(state: FleetState, desired: Desired | None, config: FleetConfig) -> None:
+    """Refuse the state folder of another fleet."""
     if desired is not None and desired.config.name != config.name:
         raise ConfigError(
             f"{state.objects.url} has the state of fleet {desired.config.name}, not of {config.name}. "
             "Give each fleet a state folder of its own"
         )
-    driver = _driver(state)
-    for model in config.models if driver is not None else ():
-        versions = driver.models.get(model.name) if driver is not None else None
+
+
+def _check_versions(state: FleetState, config: FleetConfig) -> None:
+    """Refuse versions that run with other settings: a controller would not follow them."""
+    driver = _driver(state) or Driver()
+    for model in config.models:
+        versions = driver.models.get(model.name)
         if versions is not None and (changed := versions.changed_version(model)):
             raise ConfigError(
                 f"version {changed} of model {model.name} runs with other settings. Versions keep their settings: "

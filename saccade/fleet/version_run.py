@@ -34,6 +34,11 @@ class VersionRun:
         """Name of the version."""
         return self.config.name
 
+    @property
+    def is_on_cluster(self) -> bool:
+        """Whether the cluster may have an application of the version."""
+        return self.deployed is not None or self.health is not None
+
     def to_plain(self) -> dict[str, Any]:
         """All state as plain data."""
         return {

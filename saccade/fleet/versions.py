@@ -78,6 +78,9 @@ class ModelVersions:
             self._log(changed, "refused", self.refusal)
             return
         self.desired, self.progress, self.reason = desired, "updating", ""
+        for version in () if desired is None else desired.versions:
+            if (run := self.runs.get(version.name)) is not None and not run.is_on_cluster:
+                run.config = version
         self.experiments.follow(() if desired is None else desired.experiments)
         self._failed, self._reached = {}, set()
         self._is_at_once = at_once
@@ -493,7 +496,8 @@ class ModelVersions:
         """A version that runs under this name with other settings; None: there is none."""
         for version in (*desired.live_versions, *desired.experiment_versions):
             run = self.runs.get(version.name)
-            if run is not None and run.phase != "draining" and _settings(run.config) != _settings(version):
+            runs = run is not None and run.phase != "draining" and run.is_on_cluster
+            if run is not None and runs and _settings(run.config) != _settings(version):
                 return version.name
         return None
 

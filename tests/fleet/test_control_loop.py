@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from fleet.simulated_cluster import PROBE, fleet, model, version
@@ -207,10 +208,10 @@ def test_of_two_controllers_the_one_without_the_lease_does_nothing_and_continues
     with pytest.raises(NotReadyError):
         front.report(second)
     assert front.report(first).epoch == 1
-    num_deployed = len(machine.deployed)
     for _ in range(int(LEASE_S) + 2):
         machine.run(second, 1)
     assert front.report(second).epoch == 2
+    num_deployed = len(machine.deployed)
     first.tick()
     with pytest.raises(NotReadyError):
         front.report(first)
@@ -363,3 +364,19 @@ def test_an_operator_who_goes_back_ends_the_experiments_of_the_model(tmp_path):
     assert (described, change.config.models[0].experiments) == ("may 100 %", ())
     machine.run(controller, 60)
     assert set(machine.engines) == {("tiny", "may")}
+
+
+def test_a_controller_of_another_cluster_starts_what_had_users_with_the_settings_of_the_file(tmp_path):
+    machine, front = Machine(tmp_path), Front()
+    machine.change(fleet(model(MAY)), "up")
+    machine.run(machine.controller("Ray a"), 8)
+    machine.engines, machine.front = {}, None
+    changed = replace(MAY, checkpoint="another-folder")
+    machine.change(fleet(model(changed)), "up")
+    controller = machine.controller("Ray b")
+    for _ in range(int(LEASE_S) + 2):
+        machine.run(controller, 1)
+    machine.run(controller, 8)
+    [served] = front.report(controller).models
+    assert [(one.config.checkpoint, one.state) for one in served.versions] == [("another-folder", "ready")]
+    assert served.split.shares == {"may": 1.0}

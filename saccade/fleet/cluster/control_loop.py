@@ -74,6 +74,7 @@ class ControlLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._state, self._cluster, self._wall, self._clock = state, cluster, wall, clock
+        self._cluster_name = owner.cluster
         self._candidate = Candidate(state.objects, owner, clock=clock)
         self._lease: Lease | None = None
         self._driver, self._fronts = Driver(), FrontRegistry()
@@ -149,6 +150,8 @@ class ControlLoop:
             driver = Driver.from_plain(snapshot.content["driver"])
             fronts = FrontRegistry.from_plain(snapshot.content["registry"], self._wall())
             self._state.log(lease.epoch, list(driver.recent))
+            if snapshot.content["cluster"] != self._cluster_name:
+                driver.lose_cluster(self._wall())
         with self._lock:
             self._driver, self._fronts, self._models = driver, fronts, None
             self._lease = lease
@@ -192,7 +195,7 @@ class ControlLoop:
         if not is_urgent and self._clock() - self._stored_s < _SNAPSHOT_S:
             return
         content = registry | {
-            "driver": self._driver.to_plain(), "has_ended": step.has_ended,
+            "driver": self._driver.to_plain(), "has_ended": step.has_ended, "cluster": self._cluster_name,
             "replicas": _replicas(observed.engines), "front": _counts(observed.front),
         }  # fmt: skip
         text = json.dumps(content | {"driver": content["driver"] | {"now": None}})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -74,10 +73,8 @@ def _start_serve() -> None:
     serve.start(proxy_location="Disabled")
 
 
-def cluster_name(address: str | None) -> str:
+def cluster_name() -> str:
     """The cluster in words, the same for all its controllers."""
-    if address is None:
-        return f"local Ray of process {os.getpid()} on {socket.gethostname()}"
     return f"Ray at {ray.get_runtime_context().gcs_address}"
 
 
