@@ -64,15 +64,15 @@ def own_images(rate: float, count: int, seed: int) -> Iterator[Arrival]:
         yield Arrival(time, _request(number, text=100, output=32, images=images))
 
 
-def chat(rate: float, count: int, seed: int) -> Iterator[Arrival]:
-    """Conversations about one image of 672 x 672, of 1 to 8 turns, 20 s apart on average; all share 512 tokens."""
+def chat(rate: float, count: int, seed: int, pause_s: float = 18.0) -> Iterator[Arrival]:
+    """Conversations about one image of 672 x 672, of 1 to 8 turns, 2 s and a pause apart; all share 512 tokens."""
     rng = random.Random(seed)  # noqa: S311
     turns: list[tuple[float, int, int]] = []
     for conversation, start in enumerate(_poisson(rng, rate / 4.5, count)):
         time = start
         for turn in range(rng.randint(1, 8)):
             turns.append((time, conversation, turn))
-            time += 2 + rng.expovariate(1 / 18)
+            time += 2 + rng.expovariate(1 / pause_s)
     for number, (time, conversation, turn) in enumerate(sorted(turns)[:count]):
         text = 512 + 350 * (turn + 1)  # 150 tokens of a question and 200 of an answer
         num_blocks = (441 + text) // PREFIX_BLOCK
