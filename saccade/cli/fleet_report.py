@@ -26,14 +26,14 @@ class Reporter:
         typer.echo(json.dumps(fields or {"message": text}, ensure_ascii=False) if self._as_json else text)
 
     def follow(
-        self, state: FleetState, generation: int, *, check: Callable[[], None] = lambda: None,
+        self, state: FleetState, generation: int, *, after_epoch: int = 0, check: Callable[[], None] = lambda: None,
         timeout_s: float | None = None,
     ) -> Outcome:  # fmt: skip
         """Follow a change to its end, and say what was rolled back."""
         from saccade.fleet.operations import follow
 
         with self.progress() as on_progress:
-            outcome = follow(state, generation, on_progress, check=check, timeout_s=timeout_s)
+            outcome = follow(state, generation, on_progress, after_epoch=after_epoch, check=check, timeout_s=timeout_s)
         for reason in outcome.reasons:
             self.say(f"rolled back: {reason}", rolled_back=reason)
         return outcome

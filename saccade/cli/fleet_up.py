@@ -47,7 +47,7 @@ def up_local(config: FleetConfig, report: Reporter) -> None:
         report.say(f"starting fleet {config.name}; logs are in {log_folder()}", logs=log_folder())
         try:
             _deploy(config, cluster)
-            outcome = _wait_until_ready(state, change.generation, config, report)
+            outcome = _wait_until_ready(state, change.generation, config, report, after_epoch=lease.epoch)
             if outcome.without_users:
                 _end(state, config, report)
                 raise typer.Exit(1)
@@ -74,9 +74,11 @@ def up_on_cluster(config: FleetConfig, report: Reporter) -> None:
         is_new_cluster = owner is None or owner.cluster != cluster
         change = request_up(state, config, time.time(), is_new_cluster=is_new_cluster)
         is_current = owner is not None and owner.saccade == Owner.of_this_process(cluster).saccade
+        after_epoch = 0
         if not (has_controller(config.name) and is_current):
+            after_epoch = 0 if holder is None else holder.epoch
             _deploy(config, cluster)
-        outcome = _wait_until_ready(state, change.generation, config, report)
+        outcome = _wait_until_ready(state, change.generation, config, report, after_epoch=after_epoch)
         raise typer.Exit(1 if outcome.reasons else 0)
 
 
@@ -86,7 +88,9 @@ def _deploy(config: FleetConfig, cluster: str) -> None:
     deploy_controller(config.name, config.state, cluster)
 
 
-def _wait_until_ready(state: FleetState, generation: int, config: FleetConfig, report: Reporter) -> Outcome:
+def _wait_until_ready(
+    state: FleetState, generation: int, config: FleetConfig, report: Reporter, *, after_epoch: int
+) -> Outcome:
     """Follow the change; print where the fleet listens."""
     from saccade.fleet.cluster.ray_session import controller_failure
 
@@ -94,8 +98,8 @@ def _wait_until_ready(state: FleetState, generation: int, config: FleetConfig, r
         if reason := controller_failure(config.name):
             raise ConfigError(f"the controller does not start: {reason}")
 
-    outcome = report.follow(state, generation, check=check)
-    if not outcome.without_users:
+    outcome = report.follow(state, generation, after_epoch=after_epoch, check=check)
+    if outcome.urls and not outcome.without_users:
         report.say(f"{' '.join(outcome.urls)}  fleet {config.name} is ready", urls=list(outcome.urls))
     return outcome
 

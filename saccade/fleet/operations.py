@@ -199,15 +199,16 @@ class Progress:
 class Follower:
     """Looks at a fleet again and again."""
 
-    def __init__(self, state: FleetState, generation: int) -> None:
-        self._state, self._generation = state, generation
+    def __init__(self, state: FleetState, generation: int, *, after_epoch: int = 0) -> None:
+        """`after_epoch`: what controllers of this epoch and of earlier ones have written does not count."""
+        self._state, self._generation, self._after_epoch = state, generation, after_epoch
         snapshot = state.snapshot()
         self._seen = 0 if snapshot is None else snapshot.content["driver"]["num_decisions"]
 
     def look(self) -> tuple[Progress, Outcome | None]:
         """What happened since the last look; the outcome once there is one."""
         snapshot = self._state.snapshot()
-        if snapshot is None:
+        if snapshot is None or snapshot.epoch <= self._after_epoch:
             return Progress(decisions=(), waiting_for="the controller"), None
         content = snapshot.content
         driver = content["driver"]
@@ -228,7 +229,7 @@ class Follower:
         waiting = [one for one in waiting if one]
         if is_down:
             waiting = ["requests to end"]
-        elif not content["urls"]:
+        elif not (content["urls"] and content["front"]["ready"]):
             waiting.append("the fronts")
         if waiting:
             return Progress(decisions=new, waiting_for=", ".join(waiting)), None
@@ -242,7 +243,10 @@ class Follower:
 
 
 def _waiting_for(name: str, model: dict[str, Any], replicas: dict[str, Any]) -> str:
-    """What an update of a model waits for; empty: it is over."""
+    """What a model waits for; empty: nothing."""
+    starting = [one["config"]["name"] for one in model["runs"] if one["phase"] == "starting" and one["share"] > 0]
+    if starting:
+        return f"{name} {', '.join(starting)} to start again"
     if model["progress"] != "updating" or model["refusal"]:
         return ""
     introductions = {one["version"]: one["rollout"]["state"] for one in model["introductions"]}
@@ -258,13 +262,13 @@ def _waiting_for(name: str, model: dict[str, Any], replicas: dict[str, Any]) -> 
 
 def follow(
     state: FleetState, generation: int, on_progress: Callable[[Progress], None], *,
-    check: Callable[[], None] = lambda: None, timeout_s: float | None = None,
+    after_epoch: int = 0, check: Callable[[], None] = lambda: None, timeout_s: float | None = None,
 ) -> Outcome:  # fmt: skip
     """Follow a change to its end. `check` is called at every look, and may raise.
 
     ConfigError: the controller has disappeared, or the change takes longer than the timeout.
     """
-    follower, began_s = Follower(state, generation), time.monotonic()
+    follower, began_s = Follower(state, generation, after_epoch=after_epoch), time.monotonic()
     watch = _HeartbeatWatch()
     while True:
         progress, outcome = follower.look()

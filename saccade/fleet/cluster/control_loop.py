@@ -148,10 +148,12 @@ class ControlLoop:
         driver, fronts = Driver(), FrontRegistry()
         if snapshot is not None:
             driver = Driver.from_plain(snapshot.content["driver"])
-            fronts = FrontRegistry.from_plain(snapshot.content["registry"], self._wall())
+            registry = snapshot.content["registry"]
             self._state.log(lease.epoch, list(driver.recent))
             if snapshot.content["cluster"] != self._cluster_name:
                 driver.lose_cluster(self._wall())
+                registry = registry | {"fronts": {}}
+            fronts = FrontRegistry.from_plain(registry, self._wall())
         with self._lock:
             self._driver, self._fronts, self._models = driver, fronts, None
             self._lease = lease
