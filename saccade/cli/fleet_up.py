@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 """Seconds between two looks at a fleet that runs."""
+_LOAD_S = 60.0
+"""Seconds in which a front loads what it needs of a version."""
 _GRACE_S = 60.0
 """Seconds after the time for running requests until a fleet that does not end is stopped."""
 
@@ -100,8 +104,24 @@ def _wait_until_ready(
 
     outcome = report.follow(state, generation, after_epoch=after_epoch, check=check)
     if outcome.urls and not outcome.without_users:
+        for url in outcome.urls:
+            _wait_until_it_answers(url)
         report.say(f"{' '.join(outcome.urls)}  fleet {config.name} is ready", urls=list(outcome.urls))
     return outcome
+
+
+def _wait_until_it_answers(url: str) -> None:
+    """Wait for a front that loads tokenizers yet. One that this machine cannot reach is not waited for."""
+    deadline = time.monotonic() + _LOAD_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=_LOAD_S):  # noqa: S310
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+            time.sleep(_LOOK_S)
+        except OSError:
+            return
 
 
 def _watch(state: FleetState, generation: int, report: Reporter) -> None:
