@@ -4,8 +4,16 @@ It runs in this process: importing torch again would take longer than the exampl
 """
 
 import json
+import os
+import re
 import runpy
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -91,6 +99,43 @@ def test_the_example_of_a_fleet_is_valid():
     [model] = fleet.models
     assert [version.traffic for version in model.versions] == [100.0]
     assert model.probes, "it shows how a version is probed"
+
+
+@pytest.mark.slow
+def test_a_fleet_runs_on_several_nodes_of_one_machine(checkpoint, tmp_path):
+    port = free_port()
+    text = (EXAMPLES / "fleet.toml").read_text().replace("port = 8000", f"port = {port}")
+    text = text.replace('"checkpoint"', json.dumps(str(checkpoint))).replace("fleet-state", str(tmp_path / "state"))
+    pool = "{ min_replicas = 2, max_replicas = 2, cpus_per_replica = 1.5 }"  # a node has room for one
+    text = re.sub(r"engines = \{.*\}", f"engines = {pool}", text) + "\n[front]\ncpus_per_replica = 0.5\n"
+    (tmp_path / "fleet.toml").write_text(text)
+    command = [sys.executable, EXAMPLES / "several_nodes.py", tmp_path / "fleet.toml", "--nodes", "2", "--cpus", "2"]
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, (tmp_path / "log").open("w+") as log:
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
+        try:
+            wait_for_line(process, tmp_path / "log", "Ctrl-C ends it")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/fleet", timeout=30) as answer:
+                [version] = json.load(answer)["models"][0]["versions"]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+    assert len(version["replicas"]) == 2
+    assert (process.returncode, "the fleet is down" in (tmp_path / "log").read_text()) == (0, True)
+
+
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
+
+
+def wait_for_line(process, log, line):
+    deadline = time.monotonic() + 240
+    while line not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
 
 
 def test_every_example_is_listed_and_tested():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -34,12 +34,13 @@ PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
 
 
 def create_app(
-    front: Front, models: Models, *, only_model: str | None = None, routers: Sequence[APIRouter] = ()
-) -> Gate:
+    front: Front, models: Models, *, only_model: str | None = None, routers: Sequence[APIRouter] = (),
+    public_paths: Set[str] = frozenset(),
+) -> Gate:  # fmt: skip
     """Build the public application, wrapped in its gate.
 
     `only_model`: name of the only model that is ever served, which the OpenAPI document then states. `routers`: further
-    routes, which need a key like the others.
+    routes, which need a key like the others, except for `public_paths`.
     """
     app = FastAPI(
         title="Saccade",
@@ -65,7 +66,7 @@ def create_app(
         front.config,
         keys=front.keys,
         scope="api",
-        is_public=lambda path: path in PUBLIC_PATHS,
+        is_public=lambda path: path in PUBLIC_PATHS or path in public_paths,
         is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
         check_room=models.check_room,
         observers=front.observers,

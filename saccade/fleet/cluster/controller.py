@@ -65,13 +65,19 @@ class Controller:
         self._cluster.close()
 
 
-def deploy_controller(fleet: str, state: str, cluster: str) -> None:
-    """Deploy the controller, in place of one that runs. Does not wait for it."""
+def controller_application(fleet: str, state: str, cluster: str) -> serve.Application:
+    """Return the controller as an application of Ray Serve."""
     deployment = serve.deployment(
         name=CONTROLLER, num_replicas=1, max_ongoing_requests=_MAX_CALLS, graceful_shutdown_timeout_s=2.0,
         health_check_period_s=1.0, health_check_timeout_s=30.0, ray_actor_options={"num_cpus": 0},
     )  # fmt: skip
+    return deployment(Controller).bind(fleet, state, cluster)
+
+
+def deploy_controller(fleet: str, state: str, cluster: str) -> None:
+    """Deploy the controller, in place of one that runs. Does not wait for it."""
+    application = controller_application(fleet, state, cluster)
     serve.run_many(
-        [serve.RunTarget(deployment(Controller).bind(fleet, state, cluster), controller_app(fleet), route_prefix=None)],
+        [serve.RunTarget(application, controller_app(fleet), route_prefix=None)],
         wait_for_ingress_deployment_creation=False, wait_for_applications_running=False,
     )  # fmt: skip

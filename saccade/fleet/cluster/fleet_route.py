@@ -1,6 +1,7 @@
 """`/fleet`: versions, replicas and decisions, as one front knows them. The page shows them.
 
-It needs a key, like the API.
+It needs a key, like the API. `/-/healthz` needs none: KubeRay asks there whether a pod gets requests, because Ray
+Serve's HTTP proxy would answer there; fronts take its place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from saccade.serve.protocol.common import Wire
 if TYPE_CHECKING:
     from saccade.fleet.cluster.fleet_models import FleetModels
     from saccade.fleet.cluster.replica_set import ReplicaSet
+
+
+PROXY_HEALTH = "/-/healthz"
+"""Path that needs no key."""
 
 
 class ReplicaStatus(Wire):
@@ -102,7 +107,7 @@ class FleetStatus(Wire):
 
 
 def router(fleet: str, front: str, models: FleetModels) -> APIRouter:
-    """Return the route. `fleet` is the fleet's name, `front` the id of this front."""
+    """Return the routes. `fleet` is the fleet's name, `front` the id of this front."""
     routes = APIRouter(tags=["fleet"])
 
     @routes.get(
@@ -110,6 +115,11 @@ def router(fleet: str, front: str, models: FleetModels) -> APIRouter:
     )
     async def status() -> Response:
         return Response(_status(fleet, front, models).model_dump_json(), media_type="application/json")
+
+    @routes.get(PROXY_HEALTH, include_in_schema=False)
+    async def proxy_health() -> Response:
+        is_ready = models.state == "ready"
+        return Response("success" if is_ready else models.state, 200 if is_ready else 503, media_type="text/plain")
 
     return routes
 

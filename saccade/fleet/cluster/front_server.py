@@ -22,7 +22,7 @@ from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError
 from saccade.fleet.cluster.controller_link import ControllerLink
 from saccade.fleet.cluster.fleet_models import FleetModels
-from saccade.fleet.cluster.fleet_route import router
+from saccade.fleet.cluster.fleet_route import PROXY_HEALTH, router
 from saccade.fleet.cluster.served_version import Connect, FrontContext
 from saccade.fleet.cluster.view import FleetView
 from saccade.fleet.continuation import RetryBudget
@@ -121,7 +121,8 @@ class FrontServer:
             limits=self._limits, num_workers=self._num_workers,
         )  # fmt: skip
         models = FleetModels(self._front, context)
-        self._gate = create_app(self._front, models, routers=[router(self._fleet, self._front_id, models)])
+        routers = [router(self._fleet, self._front_id, models)]
+        self._gate = create_app(self._front, models, routers=routers, public_paths={PROXY_HEALTH})
         self._listener = Listener(self._config, self._gate, self._socket)
         link = ControllerLink(
             self._front_id, self.url, self._sync, partial(self._follow, models, context),

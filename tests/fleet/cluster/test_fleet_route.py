@@ -98,6 +98,8 @@ def test_the_fleet_is_shown_to_holders_of_a_key_alone(checkpoint, tmp_path):
         assert front.http.get("/page/server.json", headers={"authorization": ""}).json()["has_fleet"] is True
         operation = front.http.get("/openapi.json").json()["paths"]["/fleet"]["get"]
         assert operation["security"] == [{"key": []}]
+        health = front.http.get("/-/healthz", headers={"authorization": ""})
+        assert (health.status_code, health.text) == (200, "success")
 
 
 def test_a_view_of_a_controller_that_was_replaced_is_not_shown(front):
