@@ -11,7 +11,7 @@ from serve.running import chat_body, image_part
 from serve.scraping import Metrics
 
 from saccade.fleet.cluster.view import DecisionView
-from saccade.serve.keys import create_key
+from saccade.serve.keys import create_key, revoke_key
 
 DECISION = DecisionView(
     number=7, time_s=1_700_000_000.0, what="ramping", reason="it keeps its objectives", model="tiny", version="may",
@@ -100,6 +100,8 @@ def test_the_fleet_is_shown_to_holders_of_a_key_alone(checkpoint, tmp_path):
         assert operation["security"] == [{"key": []}]
         health = front.http.get("/-/healthz", headers={"authorization": ""})
         assert (health.status_code, health.text) == (200, "success")
+        revoke_key(file, "me")
+        front.wait_until(lambda: front.http.get("/fleet").status_code == 401)
 
 
 def test_a_view_of_a_controller_that_was_replaced_is_not_shown(front):
