@@ -62,7 +62,10 @@ class ControllerLink:
         if self._is_away:
             logger.warning("the controller is back")
             self._is_away = False
-        self._on_view(view)
+        try:
+            self._on_view(view)
+        except Exception:  # the next view is followed again
+            logger.exception("a view of the controller cannot be followed")
 
     def _next_report(self) -> FrontReport:
         self._number += 1

@@ -23,7 +23,7 @@ class RayCalls:
     def __init__(self, front: str, app: str) -> None:
         """`front`: id of the front's process. `app`: the application of the version's engines."""
         self._front = front
-        self._handle = serve.get_deployment_handle(ENGINE, app)
+        self._handle = serve.get_deployment_handle(ENGINE, app, _check_exists=False)  # it may be deployed in a moment
         self._streams = self._handle.options(stream=True)
         self._waking: asyncio.Future[Any] | None = None
 

@@ -19,6 +19,7 @@ from saccade.fleet.config import FleetConfig
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives everything else on the machine priority
 
 import ray
 from ray import serve
