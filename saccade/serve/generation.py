@@ -116,6 +116,7 @@ class Generation:
         self._prompts = prompts
         self._last_delta_at, self._ended_at = [0.0] * count, [0.0] * count
         self._record.num_completions = self._num_open = self._num_untaken = count
+        self._record.request_ids = self._ids
         self._submitted_at = time.perf_counter()
         try:
             for prompt in prompts:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,12 @@ class RequestRecord:
     """Name of the LoRA adapter; None: the base model."""
     user: str | None = None
     """User that the request names."""
+    request_ids: Sequence[str] = ()
+    """Ids of its completions in the engine."""
+    replicas: tuple[str, ...] = ()
+    """Engine replicas that had it, in order. Empty: the server has one engine."""
+    num_continuations: int = 0
+    """Times that one of its completions lost a replica and continued on another."""
     traceparent: str | None = None
     """Trace that the request belongs to, in W3C form."""
 
@@ -103,6 +109,8 @@ class RequestRecord:
         named = chosen | {
             "experiment": self.experiment, "variant": self.variant, "adapter": self.adapter, "user": self.user
         }  # fmt: skip
+        if self.replicas:
+            fields |= {"replicas": ",".join(self.replicas), "continued": self.num_continuations}
         return fields | {name: value for name, value in named.items() if value is not None}
 
 

@@ -96,6 +96,8 @@ class RequestTracer:
             attributes |= {"gen_ai.request.model": model, "gen_ai.response.model": model}
         if record.version is not None:
             attributes["saccade.model.version"] = record.version
+        if record.replicas:
+            attributes |= {"saccade.replicas": record.replicas, "saccade.continuations": record.num_continuations}
         if record.ending:
             attributes["gen_ai.response.finish_reasons"] = (record.ending,)
         if record.first_token_s is not None:

@@ -80,6 +80,15 @@ def test_attributes_have_the_names_of_the_conventions_for_generative_models():
     assert {name: attributes[name] for name in expected} == expected
 
 
+def test_a_request_of_a_fleet_names_its_version_and_the_replicas_that_had_it():
+    request = spans_of(record_of(version="may", replicas=("a", "b"), num_continuations=1))["chat tiny"]
+    assert request.attributes["saccade.model.version"] == "may"
+    assert request.attributes["saccade.replicas"] == ("a", "b")
+    assert request.attributes["saccade.continuations"] == 1
+    alone = spans_of(record_of())["chat tiny"]
+    assert not {"saccade.replicas", "saccade.continuations"} & alone.attributes.keys()
+
+
 def test_a_request_continues_the_trace_of_its_client_and_a_malformed_one_starts_its_own():
     request = spans_of(record_of(traceparent=PARENT))["chat tiny"]
     assert f"{request.context.trace_id:032x}" == PARENT.split("-")[1]

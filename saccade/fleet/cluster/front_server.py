@@ -128,6 +128,7 @@ class FrontServer:
             self._front_id, self.url, self._sync, partial(self._follow, models, context),
             take_consumption=self._front.rates.take_consumption, take_poison=poison.take_unreported,
         )  # fmt: skip
+        self._front.observers.insert(0, partial(_note_replicas, models))  # before the log and the tracer
         self._front.observers.append(partial(self._observe, link))
         tasks = [asyncio.create_task(link.run()), asyncio.create_task(self._front.record_history())]
         self._models = models
@@ -163,6 +164,15 @@ class FrontServer:
         for service in self._models.services:
             service.cancel_all()
         self._listener.should_exit = True
+
+
+def _note_replicas(models: FleetModels, record: RequestRecord) -> None:
+    """Note which replicas had a request."""
+    served = None if record.version is None else models.version(record.model, record.version)
+    if served is not None:
+        routes = [served.replicas.take_replicas(request_id) for request_id in record.request_ids]
+        record.replicas = tuple(dict.fromkeys(name for route in routes for name in route))
+        record.num_continuations = sum(max(0, len(route) - 1) for route in routes)
 
 
 async def _answer(models: FleetModels, model: str, version: str, probe: Probe) -> str:

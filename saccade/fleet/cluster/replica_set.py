@@ -38,6 +38,8 @@ _REOPEN_S = 1.0
 """Seconds after a lost channel until another is opened, if the replica still runs."""
 _DEFAULT_WAIT_S = 60.0
 """Seconds that a request without limits of its own waits for a replica."""
+_MAX_ENDED = 4096
+"""Ended requests whose replicas are remembered until someone asks."""
 _REFUSED = Failure("waiting", "the engine could not read the request; other requests continue")
 
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
@@ -67,6 +69,8 @@ class _Sent:
         """Id on the replica; another one on each replica."""
         self.link: ReplicaLink | None = None
         self.task: asyncio.Task[None] | None = None
+        self.replicas: list[str] = []
+        """Replicas that it was sent to, in order."""
 
     def merged(self, output: RequestOutput) -> RequestOutput:
         """An output after the one that is held."""
@@ -100,6 +104,7 @@ class ReplicaSet:
         """Requests by the id that the front end gave them."""
         self._by_replica_id: dict[str, _Sent] = {}
         """Requests on replicas, by their id there."""
+        self._replicas_of_ended: dict[str, list[str]] = {}
         self.info: CoreInfo | None = None
         """Limits and sizes of the replicas' cores; None until the first replica was there."""
         self.on_ready: Callable[[], None] = lambda: None
@@ -196,6 +201,10 @@ class ReplicaSet:
         """Requests that are on no replica, because none is ready. Any thread may ask."""
         return sum(sent.link is None for sent in list(self._sent.values()))
 
+    def take_replicas(self, request_id: str) -> Sequence[str]:
+        """Replicas that an ended request was sent to, in order; known once, and not for long."""
+        return self._replicas_of_ended.pop(request_id, ())
+
     def send(self, message: AddRequest, on_outputs: OnOutputs) -> None:
         """Send a request to a replica. Its outputs, the last one included, go to `on_outputs`."""
         sent = _Sent(message, on_outputs, self._front, self._clock())
@@ -254,6 +263,7 @@ class ReplicaSet:
         self.num_patches += sum(image.num_patches for image in request.images)
         self.num_resident_patches += choice.resident_patches
         sent.id, sent.link = request.id, self._links[choice.replica]
+        sent.replicas.append(choice.replica)
         self._by_replica_id[sent.id] = sent
         return sent.link
 
@@ -317,6 +327,9 @@ class ReplicaSet:
         if sent.task is not None and sent.task is not asyncio.current_task():
             sent.task.cancel()
         sent.media = None
+        self._replicas_of_ended[sent.message.request.id] = sent.replicas
+        while len(self._replicas_of_ended) > _MAX_ENDED:
+            del self._replicas_of_ended[next(iter(self._replicas_of_ended))]
         sent.on_outputs(outputs)
 
 

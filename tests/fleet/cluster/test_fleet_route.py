@@ -68,6 +68,8 @@ def test_the_images_that_a_replica_had_are_counted(front):
 
 def test_requests_in_progress_are_the_load_of_their_replica_and_those_that_continue_are_counted(checkpoint):
     with LocalFront(checkpoint) as front:
+        records = []
+        front.server._front.observers.append(records.append)
         asking = threading.Thread(target=ask, args=(front,), kwargs={"max_tokens": 300, "ignore_eos": True})
         asking.start()
         front.wait_until(lambda: sum(one["requests"] for one in front.version()["replicas"]) == 1)
@@ -75,7 +77,12 @@ def test_requests_in_progress_are_the_load_of_their_replica_and_those_that_conti
         front.replicas.kill(busy)
         asking.join()
         found = front.version()
+        front.wait_until(lambda: records)
     assert (found["requests_continued"], found["requests_lost"]) == (1, 0)
+    [record] = records
+    assert (record.replicas, record.num_continuations) == ((busy, {"one": "two", "two": "one"}[busy]), 1)
+    fields = record.log_fields()
+    assert (fields["replicas"], fields["continued"]) == (",".join(record.replicas), 1)
 
 
 def test_without_the_controller_the_view_gets_older_and_stays(front):
