@@ -97,5 +97,5 @@ def describe(decision: Mapping[str, Any]) -> str:
     """A decision in one line."""
     name = " ".join(part for part in (decision.get("model"), decision.get("version")) if part)
     share = decision.get("share")
-    what = decision["what"] if share is None else f"{decision['what']} {100 * share:.3g} %"
+    what = decision["what"] if not share else f"{decision['what']} {100 * share:.3g} %"
     return f"{name}: {what} ({decision['reason']})" if name else f"{what}: {decision['reason']}"

@@ -101,7 +101,8 @@ def _failure(app: ApplicationStatusOverview) -> str:
     for message in messages:
         errors = re.findall(r"^\s*((?:[\w.]+\.)?\w+(?:Error|Exception): .*)$", message, re.MULTILINE)
         if errors:
-            return _one_line(errors[-1].rpartition("saccade.errors.")[2])
+            _, is_ours, text = errors[-1].rpartition("saccade.errors.")
+            return _one_line(text.partition(": ")[2] if is_ours else text)
     return _one_line(next((message for message in messages if message), "Ray could not deploy it"))
 
 

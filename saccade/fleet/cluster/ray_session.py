@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from ray._private import ray_constants
 
 _NAMESPACE = "saccade"
 _LOOPBACK = "127.0.0.1"
+_CONNECT_S = 5.0
 
 
 @contextmanager
@@ -34,8 +36,7 @@ def local_ray() -> Iterator[None]:
     """Start a Ray on this machine, and end it with everything that runs there."""
     os.environ.pop("RAY_AUTH_MODE", None)  # a new Ray then asks for a token; a mode that is set is read at import only
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # inherited by Ray's processes, stored nowhere
-    # On Linux Ray replaces a loopback address by the machine's own, unless it is told that it is not in a cluster.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    _keep_loopback()
     try:
         ray.init(
             address="local", include_dashboard=False, _node_ip_address=_LOOPBACK, namespace=_NAMESPACE,
@@ -56,16 +57,33 @@ def local_ray() -> Iterator[None]:
 @contextmanager
 def connected_ray(address: str) -> Iterator[None]:
     """Connect to a cluster that runs."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ConfigError(f"address is {address!r}. Use HOST:PORT of the cluster's head, such as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray itself tries for 80 s
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {address} ({error}). Check the address, or ray start") from error
+    if host == _LOOPBACK:
+        _keep_loopback()
     try:
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"no Ray cluster answers at {address} ({reason}). Check the address, or ray start") from error
+        raise ConfigError(
+            f"the Ray cluster at {address} refuses the connection ({reason}). Use the same versions of Ray and Python; "
+            "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or have the token in ~/.ray/auth_token"
+        ) from error
     try:
         _start_serve()
         yield
     finally:
         ray.shutdown()
+
+
+def _keep_loopback() -> None:
+    """Keep Ray from replacing a loopback address by the machine's own, as it does on Linux for clusters."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], ray_constants.ENABLE_RAY_CLUSTER = "0", False
 
 
 def _start_serve() -> None:
