@@ -202,6 +202,17 @@ class FleetConfig:
         for key in _SINGLE_SERVER_KEYS:
             if getattr(self.server, key) != getattr(ServeConfig, key):
                 raise ConfigError(f"server.{key} applies to a single server, not to a fleet. Remove it")
+        self._check_workers()
+
+    def _check_workers(self) -> None:
+        """Files of clients are decoded in sandboxed processes, never in an engine's own."""
+        for model in self.models:
+            for version in model.versions:
+                if version.engine.num_workers == 0:
+                    raise ConfigError(
+                        f"version {version.name!r} of model {model.name!r} has engine.num_workers 0: images of clients "
+                        "are decoded in worker processes. Use 1 or more, or leave it out"
+                    )
 
     @property
     def served_names(self) -> tuple[str, ...]:

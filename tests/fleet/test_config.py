@@ -52,6 +52,10 @@ def experiment(name="colours", versions=("v1", "v2"), **fields):
 V1, V2 = version(traffic=50), version("v2", traffic=50)
 TWO = {"versions": (V1, V2), "engines": Pool(max_replicas=2)}
 REFUSED = {
+    "images that an engine would decode itself": (
+        lambda: FleetConfig(name="f", models=(model(versions=(version(engine=EngineConfig(num_workers=0)),)),)),
+        "'v1' of model 'assistant' has engine.num_workers 0: images of clients are decoded in worker processes",
+    ),
     "two versions with one name": (
         lambda: model(versions=(V1, V1)),
         "versions of model 'assistant': the name 'v1' is used twice",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from saccade.engine.host import EngineHost
 from saccade.fleet.cluster.replica_service import ReplicaService
 from saccade.fleet.config import VersionConfig
 from saccade.log import set_up_logging
-from saccade.processor import MediaLimits
+from saccade.serve.server import public_limits, with_media_workers
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class EngineReplica:
         version, self._name = made.version, serve.get_replica_context().replica_id.unique_id
         host = EngineHost.load(
             Path(version.checkpoint), device="auto" if version.gpus_per_replica else "cpu", dtype=None,
-            config=version.engine, limits=MediaLimits(allow_local_files=False), adapters=version.adapters,
+            config=replace(with_media_workers(version.engine), core_process=True), limits=public_limits(),
+            adapters=version.adapters,
         )  # fmt: skip
         self._service = ReplicaService(self._name, version, host)
         logger.info("replica %s of %s %s is ready", self._name, made.model, version.name)
