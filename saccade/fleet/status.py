@@ -88,9 +88,15 @@ def _model(versions: ModelVersions, replicas: Mapping[str, Any]) -> dict[str, An
             }
             for name, one in versions.introductions.items()
         ],
-        "experiments": finite([one.report() for one in versions.experiments.runs.values()]),
+        "experiments": experiment_reports(versions),
         "rollback_to": [{"version": one.name, "traffic": one.traffic} for one in versions.rollback_target],
     }  # fmt: skip
+
+
+def experiment_reports(versions: ModelVersions) -> list[dict[str, Any]]:
+    """Results of a model's experiments so far."""
+    reports: list[dict[str, Any]] = finite([one.report() for one in versions.experiments.runs.values()])
+    return reports
 
 
 def describe(decision: Mapping[str, Any]) -> str:

@@ -341,6 +341,7 @@ def test_another_controller_continues_an_experiment_with_its_users_and_the_statu
     assert front.report(second).models[0] == view
     report(second, [f"user {number}" for number in range(1500)])
     after = experiment()
+    assert front.report(second).reports == {"tiny": [after]}
     assert sum(one["requests"] for one in after["variants"].values()) == pytest.approx(1000, abs=80)
     assert sum(one["users"] for one in after["variants"].values()) == pytest.approx(750, abs=60)
     [comparison] = after["comparisons"]

@@ -32,7 +32,7 @@ from saccade.fleet.config import FleetConfig
 from saccade.fleet.driver import Driver, Step
 from saccade.fleet.lease import RENEW_S, Candidate, Lease, LeaseLostError, Owner
 from saccade.fleet.state import FleetState
-from saccade.fleet.status import describe
+from saccade.fleet.status import describe, experiment_reports
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class ControlLoop:
         self._models: tuple[ModelView, ...] | None = None
         """What fronts are given; None: nothing was stored yet."""
         self._decisions: tuple[DecisionView, ...] = ()
+        self._reports: dict[str, list[dict[str, Any]]] = {}
         self._answers: list[tuple[AskProbe, str | None]] = []
         self._in_flight: set[tuple[str, str, str]] = set()
         self._failures: dict[tuple[str, str], str] = {}
@@ -107,7 +108,7 @@ class ControlLoop:
             view = FleetView(
                 epoch=lease.epoch, generation=desired.generation, models=self._models,
                 num_fronts=max(1, self._fronts.num_alive), consumption=consumption, poison=self._fronts.poison,
-                decisions=self._decisions,
+                decisions=self._decisions, reports=self._reports,
             )  # fmt: skip
         return view.to_bytes()
 
@@ -128,6 +129,7 @@ class ControlLoop:
             self._store(step, observed, registry)
             with self._lock:
                 self._models, self._decisions = step.models, newest_decisions(self._driver.recent)
+                self._reports = {name: experiment_reports(one) for name, one in self._driver.models.items()}
             for action in step.actions:
                 self._carry_out(action)
             if step.has_ended:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 
 from saccade.fleet.cluster.view import DecisionView, ModelView, VersionState, VersionView
 from saccade.serve.openapi import errors
-from saccade.serve.protocol.common import Wire
+from saccade.serve.protocol.common import JsonObject, Wire
 
 if TYPE_CHECKING:
     from saccade.fleet.cluster.fleet_models import FleetModels
@@ -66,6 +66,8 @@ class ModelStatus(Wire):
     """Name of the model in requests."""
     versions: list[VersionStatus]
     """Versions that run, start or drain."""
+    experiments: list[JsonObject]
+    """Experiments with their results, over all fronts, as `saccade fleet status --json` has them."""
 
 
 class Decision(Wire):
@@ -129,7 +131,10 @@ def _status(fleet: str, front: str, models: FleetModels) -> FleetStatus:
     return FleetStatus(
         name=fleet, front=front, num_fronts=view.num_fronts, generation=view.generation, view_age_s=models.view_age_s,
         models=[
-            ModelStatus(name=model.name, versions=[_version(model, one, replicas) for one in model.versions])
+            ModelStatus(
+                name=model.name, versions=[_version(model, one, replicas) for one in model.versions],
+                experiments=[dict(one) for one in view.reports.get(model.name, ())],
+            )
             for model in view.models
         ],
         decisions=[_decision(one) for one in view.decisions],

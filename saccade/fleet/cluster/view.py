@@ -12,7 +12,7 @@ a report once, and repeats what the lost answer had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split
 from saccade.serve.rate_limit import Consumption
 
-MESSAGE_VERSION = 3
+MESSAGE_VERSION = 4
 """Version of both messages; increases when a field is added, removed or changes its meaning."""
 
 _MAX_DECISIONS = 20
@@ -198,21 +198,25 @@ class FleetView:
     """Digests of requests that are refused."""
     decisions: tuple[DecisionView, ...] = ()
     """The controller's newest decisions, oldest first. People read them; a front does not act on them."""
+    reports: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Results of experiments by model, as `ExperimentRun.report` has them. People read them too."""
 
     def to_bytes(self) -> bytes:
         """The view as a message."""
         models, decisions = [encode(one) for one in self.models], [encode(one) for one in self.decisions]
         consumption, poison = _plain_consumption(self.consumption), sorted(self.poison)
-        return _pack((self.epoch, self.generation, models, self.num_fronts, consumption, poison, decisions))
+        return _pack(
+            (self.epoch, self.generation, models, self.num_fronts, consumption, poison, decisions, dict(self.reports))
+        )
 
     @classmethod
     def from_bytes(cls, message: bytes) -> FleetView:
         """Read a message; raises ConfigError for one of another version."""
-        epoch, generation, models, num_fronts, consumption, poison, decisions = _unpack(message, 7)
+        epoch, generation, models, num_fronts, consumption, poison, decisions, reports = _unpack(message, 8)
         return cls(
             epoch=epoch, generation=generation, models=tuple(decode(ModelView, one, "fleet view") for one in models),
             num_fronts=num_fronts, consumption=_consumption(consumption), poison=frozenset(poison),
-            decisions=tuple(decode(DecisionView, one, "fleet view") for one in decisions),
+            decisions=tuple(decode(DecisionView, one, "fleet view") for one in decisions), reports=reports,
         )  # fmt: skip
 
 

@@ -72,8 +72,9 @@ function renderTiles(versions) {
   find("fleet-tiles").replaceChildren(...nodes);
 }
 
-function modelCard({ name, versions }) {
-  return element("section", { class: "card model-card" }, element("h3", {}, name), ...versions.map(versionNode));
+function modelCard({ name, versions, experiments }) {
+  const nodes = [...versions.map(versionNode), ...experiments.map(experimentNode)];
+  return element("section", { class: "card model-card" }, element("h3", {}, name), ...nodes);
 }
 
 function versionNode(version) {
@@ -128,6 +129,44 @@ function replicaTable(replicas) {
     element("thead", {}, element("tr", {}, ...heads)),
     element("tbody", {}, ...rows),
   );
+}
+
+/** An experiment: numbers of its variants, and what is known of their differences. */
+function experimentNode({ experiment, is_running, failure, share, sample_ratio, variants, comparisons }) {
+  const state = failure ? "rolled back" : is_running ? "runs" : "waits for its versions";
+  const problem = failure || (sample_ratio.is_as_expected ? "" : "Users are missing from a variant: there is no verdict");
+  return element(
+    "div",
+    { class: "version" },
+    element(
+      "p",
+      { class: "version-head" },
+      element("b", {}, `Experiment ${experiment}`),
+      element("span", { class: `phase ${is_running ? "ready" : ""}` }, state),
+      element("span", { class: "users" }, `${percent(share)} of users`),
+    ),
+    problem ? element("p", { class: "help danger" }, problem) : null,
+    ...Object.entries(variants).map(variantLine),
+    ...comparisons.map(verdictLine),
+  );
+}
+
+const measured = (metric, value) => (metric === "ttft" || metric === "tpot" ? time(value) : percent(value));
+const signed = (metric, value) => `${value < 0 ? "−" : "+"}${measured(metric, Math.abs(value))}`;
+
+function variantLine([name, { users, requests, means }]) {
+  const known = Object.entries(means).filter(([, mean]) => mean !== null);
+  const parts = [`${whole(users)} users`, `${whole(requests)} requests`];
+  const facts = [...parts, ...known.map(([metric, mean]) => `${metric} ${measured(metric, mean)}`)].join(" · ");
+  return element("p", { class: "help" }, element("b", {}, `${name}: `), facts);
+}
+
+function verdictLine({ metric, variant, control, difference, low, high, verdict }) {
+  const interval =
+    difference === undefined
+      ? ""
+      : ` (${signed(metric, difference)}, between ${signed(metric, low)} and ${signed(metric, high)})`;
+  return element("p", { class: "help" }, `${variant} to ${control}, ${metric}: ${verdict}${interval}`);
 }
 
 function decision({ time: at, what, reason, model, version, share }) {

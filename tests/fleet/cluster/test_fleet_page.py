@@ -10,6 +10,8 @@ from serve.browsing import BROWSER, CONTRAST, UNNAMED, open_page, wait_until
 from serve.running import chat_body, image_part
 
 from saccade.fleet.cluster.view import DecisionView
+from saccade.fleet.experiment_run import ExperimentRun
+from saccade.fleet.experiments import Experiment, Variant
 from saccade.serve.keys import create_key
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
@@ -92,6 +94,28 @@ def test_a_large_fleet_shows_the_replicas_with_the_longest_queues(browser, front
         assert page.text_content(".replicas caption") == "76 more with shorter queues"
         assert page.locator(".replicas tbody th").all_inner_texts()[-1] == "r099, draining"
         assert "99 replicas" in page.locator(".version").first.inner_text()
+
+
+def test_an_experiment_is_shown_with_its_variants_and_verdicts(browser, front):
+    variants = (Variant(name="bf16", version="may"), Variant(name="int4", version="june"))
+    run = ExperimentRun(Experiment(name="quantized", variants=variants, share=0.5, metrics=("errors", "tpot")))
+    run.is_running = True
+    for number in range(800):
+        variant = run.config.variant_of(f"user {number}").name
+        values = {"errors": 0.0, "tpot": 0.012 if variant == "bf16" else 0.006 + 1e-6 * number}
+        run.results.observe(f"user {number}", variant, values)
+    before, front.view = front.view, replace(front.view, generation=7, reports={"tiny": [run.report()]})
+    with open_fleet(browser, front) as page:
+        wait_until(page, "document.getElementById('fleet-line').textContent.includes('generation 7')")
+        [shown] = [text for text in page.locator(".version").all_inner_texts() if "Experiment quantized" in text]
+        assert page.evaluate(CONTRAST)["found"] == []
+    front.view = replace(before, generation=8)
+    front.wait_until(lambda: front.fleet()["generation"] == 8)
+    front.view = before
+    assert "50 % of users" in shown
+    assert "tpot 12 ms" in shown
+    assert "int4 to bf16, tpot: lower (\u22125.6 ms, between \u2212" in shown
+    assert "int4 to bf16, errors: no difference found" in shown
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "dark")])

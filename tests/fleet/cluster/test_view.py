@@ -60,6 +60,7 @@ MODEL = ModelView(
 VIEW = FleetView(
     epoch=3, generation=2, models=(MODEL,), num_fronts=2,
     consumption={"b" * 64: Consumption(requests=1, tokens=100)}, poison=frozenset({b"x", b"y"}),
+    reports={"assistant": [{"experiment": "quantized", "is_running": True, "variants": {"bf16": {"users": 3}}}]},
     decisions=(
         DecisionView(number=1, time_s=1_700_000_000.5, what="update", reason="generation 2 by ann"),
         DecisionView(
