@@ -12,11 +12,13 @@
     experiments.py A/B experiments: sticky variants, sample ratio, verdicts
     scaling.py     how many replicas a pool needs, by the queue time that is predicted for after a warm-up
     driver.py      what a fleet does next: actions, a view for the fronts, decisions
-                   (versions.py, version_run.py, introduction.py, bounds.py and actions.py are its parts)
+                   (its parts: versions.py, model_state.py, version_run.py, introduction.py, bounds.py, actions.py)
     state.py       the folder of the desired state and of what was decided
                    (objects.py and lease.py are its parts)
+    operations.py  what the commands write into that folder, and how they follow it
+                   (status.py is what they print)
+    cluster        the processes of a fleet on Ray Serve, which carry the decisions out
 
-Decisions here are plain Python and numpy: no Ray, no torch, no clock, no I/O but that of the state folder. Deployments
-that carry them out do not exist yet; `saccade fleet check` reads a file and `simulate` runs its policies in simulated
-time.
+Decisions are plain Python and numpy: no Ray, no torch, no clock, no I/O. What they need to know and what follows from
+them passes through the state folder and `cluster`.
 """

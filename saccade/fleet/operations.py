@@ -22,8 +22,8 @@ from saccade.fleet.lease import LEASE_S, Holder, holder_of
 from saccade.fleet.state import Desired, FleetState
 from saccade.fleet.status import is_alive
 
-_POLL_S = 0.3
-"""Seconds between two looks at the state folder."""
+_POLL_S, _POLL_STORE_S = 0.3, 2.0
+"""Seconds between two looks at a local state folder, and at one in a store."""
 
 
 # ------------------------------------------------------------------ finding a fleet
@@ -279,7 +279,7 @@ def follow(
         watch.check(state)
         if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
             raise ConfigError(f"it takes longer than {timeout_s:.0f} s. Look at it with saccade fleet status")
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_STORE_S if is_remote(state.objects.url) else _POLL_S)
 
 
 class _HeartbeatWatch:
