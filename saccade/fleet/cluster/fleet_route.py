@@ -47,15 +47,15 @@ class VersionStatus(Wire):
     """Share of the model's users that it has, 0 to 1."""
     adapters: list[str]
     """Adapters that it serves."""
-    replicas: list[ReplicaStatus]
+    replicas: list[ReplicaStatus] = []
     """Replicas that are connected."""
-    requests_continued: int
+    requests_continued: int = 0
     """Requests that lost their replica and continued on another one."""
-    requests_lost: int
+    requests_lost: int = 0
     """Requests that lost their replica and could not continue."""
-    patches: int
+    patches: int = 0
     """Patches of images in requests."""
-    patches_resident: int
+    patches_resident: int = 0
     """Those of images that the replica had."""
 
 
@@ -143,16 +143,17 @@ def _status(fleet: str, front: str, models: FleetModels) -> FleetStatus:
 
 def _version(model: ModelView, version: VersionView, replicas: dict[tuple[str, str], ReplicaSet]) -> VersionStatus:
     name = version.config.name
-    reached, share = replicas[model.name, name], model.shares.get(name, 0.0)
-    return VersionStatus(
-        name=name, state=version.state, share=share, adapters=sorted(version.config.adapters),
-        replicas=[
+    found = VersionStatus(
+        name=name, state=version.state, share=model.shares.get(name, 0.0), adapters=sorted(version.config.adapters)
+    )
+    if (reached := replicas.get((model.name, name))) is not None:  # else this front cannot serve it
+        found.replicas = [
             ReplicaStatus(name=one.name, is_draining=one.is_draining, requests=one.num_running, queue_s=one.queued_s)
             for one in reached.loads()
-        ],
-        requests_continued=reached.num_continued, requests_lost=reached.num_lost, patches=reached.num_patches,
-        patches_resident=reached.num_resident_patches,
-    )  # fmt: skip
+        ]
+        found.requests_continued, found.requests_lost = reached.num_continued, reached.num_lost
+        found.patches, found.patches_resident = reached.num_patches, reached.num_resident_patches
+    return found
 
 
 def _decision(one: DecisionView) -> Decision:
