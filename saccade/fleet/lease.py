@@ -146,7 +146,7 @@ class Lease:
             raise LeaseLostError(f"epoch {self.epoch} was not renewed for {LEASE_S:g} s")
         self._number += 1
         heartbeat = {"time_s": time.time(), "number": self._number, "is_released": is_released}
-        self._objects.write(_path(self.epoch, _HEARTBEAT), json.dumps(heartbeat).encode())
+        self._objects.write(_path(self.epoch, _HEARTBEAT), json.dumps(heartbeat).encode(), sync=False)
         self._renewed_s = began_s
 
     def release(self) -> None:

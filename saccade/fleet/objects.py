@@ -40,8 +40,8 @@ class Objects(Protocol):
     def create(self, name: str, content: bytes) -> bool:
         """Create an object; False if it exists with other content. The content must be the writer's alone."""
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write an object, in place of an earlier one."""
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
+        """Write an object, in place of an earlier one. `sync`: it survives a loss of power from then on."""
 
     def read(self, name: str) -> bytes | None:
         """Read an object; None if it does not exist."""
@@ -94,9 +94,9 @@ class LocalObjects:
             temporary.unlink(missing_ok=True)
         return True
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
         """Replace a file atomically."""
-        with atomic_write(self._root / name, sync=True) as temporary:
+        with atomic_write(self._root / name, sync=sync) as temporary:
             temporary.write_bytes(content)
 
     def read(self, name: str) -> bytes | None:
@@ -131,8 +131,9 @@ class RemoteObjects:
         self._check_exclusive()
         return self._create(name, content)
 
-    def write(self, name: str, content: bytes) -> None:
-        """Replace an object."""
+    def write(self, name: str, content: bytes, *, sync: bool = True) -> None:
+        """Replace an object. A store keeps what it has accepted."""
+        del sync
         self._attempt(lambda fs: fs.pipe_file(f"{self._root}/{name}", content))
 
     def read(self, name: str) -> bytes | None:

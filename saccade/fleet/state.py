@@ -138,7 +138,8 @@ class FleetState:
     def log(self, epoch: int, decisions: Sequence[dict[str, Any]]) -> None:
         """Write decisions, each with its `number`. The snapshot has them already; writing them again is no change."""
         for decision in decisions:
-            self.objects.write(f"decisions/{decision['number']:08d}-{epoch:06d}.json", _packed(decision))
+            name = f"decisions/{decision['number']:08d}-{epoch:06d}.json"
+            self.objects.write(name, _packed(decision), sync=False)
 
     def decisions(self, last: int) -> list[dict[str, Any]]:
         """All decisions up to the number that the snapshot says. Those that a replaced controller added do not count.

@@ -157,7 +157,7 @@ def test_a_folder_without_a_fleet_has_no_status(tmp_path):
     assert fleet_status(FleetState(str(tmp_path)), 0.0) is None
 
 
-@pytest.mark.parametrize("kill_after", range(0, 60, 3))
+@pytest.mark.parametrize("kill_after", range(0, 60, 5))
 def test_a_controller_that_is_killed_at_any_call_leaves_what_another_one_continues(tmp_path, kill_after):
     machine, shares = Machine(tmp_path), []
 

@@ -596,8 +596,8 @@ def test_random_fleets_keep_their_promises_and_a_new_controller_does_what_the_ol
             cluster.faults = {name: chooser.choice(FAULTS) for name in NAMES}
         if chooser.random() < 0.04:
             random_command(cluster, chooser)
-        plain = json.loads(json.dumps(cluster.driver.to_plain()))
         if chooser.random() < 0.3:  # the controller is killed, and another one continues
+            plain = json.loads(json.dumps(cluster.driver.to_plain()))
             cluster.driver = Driver.from_plain(plain)
             assert json.loads(json.dumps(cluster.driver.to_plain())) == plain
         cluster.tick(num_requests=3)
