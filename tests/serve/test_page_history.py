@@ -101,10 +101,9 @@ def test_conversations_survive_a_reload_are_exported_and_deleted(page, server):
 
 
 def test_an_answer_that_a_reload_interrupted_can_be_asked_for_again(page):
-    page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+    page.route("**/v1/chat/completions", lambda route: None)  # no answer comes before the page is left
     ask(page, "are you there")
     wait_until(page, f"({DATABASE})().then((rows) => rows.includes('are you there'))")
-    page.unroute("**/v1/chat/completions")
     answer_with(page, canned("yes"))
     page.reload()
     page.wait_for_selector("text=The page was left before the answer ended.")
