@@ -1,6 +1,6 @@
 """Broken versions of a model on a running fleet, and how soon each is rolled back; then a good one, which stays.
 
-    python -m bench.fleet_canaries [--users 60] [--only slow errors]
+    python -m bench.fleet_canaries [--users 60] [--hold 60] [--only slow errors]
 
 A fleet with one front runs a tiny model on this machine. Users send short questions all the time, one after the other,
 2 % of them about an image. The versions: `good` has the weights of the running one; `slow` has more layers, which add
@@ -66,7 +66,7 @@ def _change(folder: Path, is_chosen: Any, value: float) -> None:
     save_file(tensors | {name: torch.full_like(tensors[name], value) for name in chosen}, path, {"format": "pt"})
 
 
-def model_toml(checkpoint: Path) -> str:
+def model_toml(checkpoint: Path, hold_s: float) -> str:
     """Probes, objectives and rollout of the fleet's model. The probe's answer is that of the running version."""
     with Engine.load(checkpoint, device="cpu", config=EngineConfig(num_workers=0, num_pages=100)) as engine:
         asked = [{"role": "user", "content": _QUESTION}]
@@ -77,7 +77,7 @@ objectives = [
     {{ metric = "errors", max_share = 0.005, max_ratio = 2.0 }},
     {{ metric = "tpot", quantile = 0.9, max_ratio = 1.2 }},
 ]
-rollout = {{ ramp = [20, 50, 100], hold_s = 15, min_requests = 60, settle_s = 3, holdout = 10 }}
+rollout = {{ ramp = [20, 50, 100], hold_s = {hold_s}, min_requests = 60, settle_s = 3, holdout = 10 }}
 
 [[models.probes]]
 name = "dice"
@@ -155,7 +155,7 @@ async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         folders = checkpoints(folder)
-        model = model_toml(folders["running"])
+        model = model_toml(folders["running"], arguments.hold)
         fleet = FleetProcess(folder, folders["running"], num_engines=2, engine={"max_requests": 64}, model=model)
         fleet.write(fleet.version("running", folders["running"]))
         with fleet:
@@ -171,5 +171,6 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--users", type=int, default=60)
+    parser.add_argument("--hold", type=float, default=60, help="seconds of a step of the ramp")
     parser.add_argument("--only", nargs="*", choices=_VERSIONS)
     asyncio.run(main(parser.parse_args()))
