@@ -1,10 +1,11 @@
 """Broken versions of a model on a running fleet, and how soon each is rolled back; then a good one, which stays.
 
-    python -m bench.fleet_canaries [--users 60] [--hold 60] [--only slow errors]
+    python -m bench.fleet_canaries [--clients 60] [--hold 60] [--only slow errors]
 
-A fleet with one front runs a tiny model on this machine. Users send short questions all the time, one after the other,
-2 % of them about an image. The versions: `good` has the weights of the running one; `slow` has more layers, which add
-nothing to the result; `errors` overflows on images; `wrong` has other weights, so that it answers the probe otherwise.
+A fleet with one front runs a tiny model on this machine. Clients send short questions of 2000 users all the time, one
+after the other, 2 % of them about an image. The versions: `good` has the weights of the running one; `slow` has more
+layers, which add nothing to the result; `errors` overflows on images; `wrong` has other weights, so that it answers the
+probe otherwise.
 """
 
 import argparse
@@ -89,7 +90,7 @@ max_tokens = 32
 
 
 class Users:
-    """Users who send one request after the other, and what they got."""
+    """Clients who send one request after the other, each of another user, and what they got."""
 
     def __init__(self, url: str, count: int) -> None:
         self._url, self._count = url, count
@@ -106,7 +107,7 @@ class Users:
         while True:
             await asyncio.sleep(rng.expovariate(1.0))
             began = time.perf_counter()
-            async with session.post(f"{self._url}/v1/chat/completions", json=_body(number, rng)) as response:
+            async with session.post(f"{self._url}/v1/chat/completions", json=_body(rng)) as response:
                 answer = await response.json()
                 version = response.headers.get("saccade-version", "none")
                 self.endings[version][str(response.status)] += 1
@@ -116,7 +117,7 @@ class Users:
                     )
 
 
-def _body(number: int, rng: random.Random) -> dict[str, Any]:
+def _body(rng: random.Random) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": f"Question {rng.random()}"}]
     if rng.random() < 0.02:
         file = io.BytesIO()
@@ -124,7 +125,7 @@ def _body(number: int, rng: random.Random) -> dict[str, Any]:
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
         content.insert(0, {"type": "image_url", "image_url": {"url": url}})
     return {
-        "model": "tiny", "user": f"user-{number}", "messages": [{"role": "user", "content": content}],
+        "model": "tiny", "user": f"user-{rng.randrange(2000)}", "messages": [{"role": "user", "content": content}],
         "max_tokens": 24, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
 
@@ -159,7 +160,7 @@ async def main(arguments: argparse.Namespace) -> None:
         fleet = FleetProcess(folder, folders["running"], num_engines=2, engine={"max_requests": 64}, model=model)
         fleet.write(fleet.version("running", folders["running"]))
         with fleet:
-            users = Users(fleet.url, arguments.users)
+            users = Users(fleet.url, arguments.clients)
             load = asyncio.create_task(users.run())
             await asyncio.sleep(10)
             for name in arguments.only or _VERSIONS:
@@ -170,7 +171,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--users", type=int, default=60)
+    parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--hold", type=float, default=60, help="seconds of a step of the ramp")
     parser.add_argument("--only", nargs="*", choices=_VERSIONS)
     asyncio.run(main(parser.parse_args()))
