@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -65,10 +66,12 @@ def children_of(pid):
 
 
 def processes(title):
+    """Processes of Ray with this title: those of this test's fleet, not of another one on the machine."""
     found = []
-    for one in psutil.process_iter(["cmdline"]):
-        if (line := one.info["cmdline"]) and line[0].startswith(f"ray::{title}"):
-            found.append(one.pid)
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if (line := one.cmdline()) and line[0].startswith(f"ray::{title}"):
+                found.append(one.pid)
     return found
 
 
@@ -122,7 +125,8 @@ def test_a_stream_continues_when_all_engines_are_killed(fleet):
     before = fleet.sample("saccade:fleet_requests_continued_total")
     answer = streamed(fleet, max_tokens=600, at=20, do=lambda: kill("ServeReplica:test:engine"))
     assert answer == expected
-    assert fleet.sample("saccade:fleet_requests_continued_total") == before + 1
+    # It continues twice if it reaches the second engine before that one is killed too.
+    assert before + 1 <= fleet.sample("saccade:fleet_requests_continued_total") <= before + 2
     assert fleet.sample("saccade:fleet_requests_lost_total") == 0
 
 
