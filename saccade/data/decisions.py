@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saccade.data.index import SUMMARY, ShardIndex
-from saccade.data.index_files import VERSION, note_for, parquet_name, read_note, write_json, write_table
+from saccade.data.index_files import VERSION, note_for, parquet_name
+from saccade.data.shared_folder import SharedFolder
 from saccade.errors import DataError
 
 
@@ -29,11 +30,11 @@ def write_decisions(index: ShardIndex, shard: int, table: pa.Table) -> int:
             f"{entry.name}: decisions are {entry.num_samples} rows with keep (bool) and reason (string), "
             f"not {len(table)} rows with {', '.join(f'{name} ({kind})' for name, kind in columns.items())}"
         )
-    (index.folder / SUMMARY).unlink(missing_ok=True)
+    index.location.written.remove(SUMMARY)
     is_usable = index.read(shard, ["error"])["error"].is_null()
     num_kept: int = pc.sum(pc.and_(table["keep"], is_usable)).as_py() or 0
     note = {"name": entry.name, "bytes": entry.num_bytes, "kept": num_kept}
-    write_table(index.folder / "decisions" / parquet_name(entry.name), table, note)
+    index.location.write_table(f"decisions/{parquet_name(entry.name)}", table, note)
     index.forget()
     return num_kept
 
@@ -51,19 +52,25 @@ def decided(index: ShardIndex) -> dict[str, int]:
     return kept
 
 
-def finish_decisions(index: ShardIndex, *, settings: Mapping[str, Any], counts: Mapping[str, int]) -> None:
+def finish_decisions(
+    index: ShardIndex, *, settings: Mapping[str, Any], counts: Mapping[str, int], kept: Mapping[str, int] | None = None
+) -> None:
     """Write the summary that makes the decisions valid. Every shard must have decisions.
 
+    `kept` are the samples kept of each shard, as `write_decisions` returned them; None reads them from the decisions.
     Decisions on other shards of the folder stay valid; settings and counts are those of the last curation.
     """
-    kept = decided(index)
+    kept = dict(decided(index) if kept is None else kept)
     if missing := [entry.name for entry in index.entries if entry.name not in kept]:
         raise DataError(f"{len(missing)} shards have no decisions: {', '.join(missing[:3])}. Write them first")
     sizes = {entry.name: entry.num_bytes for entry in index.entries}
-    for path in sorted((index.folder / "decisions").glob("*.parquet")):
-        note = read_note(path) or {}
+    others = index.location.written.names("decisions") - {parquet_name(name) for name in sizes}
+    for name in sorted(name for name in others if name.endswith(".parquet")):
+        note = index.location.read_note(f"decisions/{name}") or {}
         if "kept" in note and note["name"] not in sizes:
             kept[note["name"]], sizes[note["name"]] = int(note["kept"]), int(note["bytes"])
     summary = {"version": VERSION, "settings": dict(settings), "kept": kept, "bytes": sizes, "counts": dict(counts)}
-    write_json(index.folder / SUMMARY, summary)
+    index.location.write_json(SUMMARY, summary)
+    if index.location.shared is not None:  # decisions of an earlier curation on this machine would count instead
+        SharedFolder(str(index.folder), index.location.config).remove("decisions")
     index.forget()

@@ -45,14 +45,17 @@ def open_index(
     num_workers: int | None = None,
     on_progress: Callable[[ShardProgress], None] | None = None,
     config: StorageConfig = _DEFAULT,
+    ray_address: str | None = None,
+    index_folder: str | None = None,
 ) -> ShardIndex:
     """Open the index of a shard folder, or of some of its shards.
 
-    Shards that are new or have changed are indexed first; with `build` False they are an error. With `check_files`
-    False the shards are not listed: the index is used as it is.
+    Shards that are new or have changed are indexed first, by the cluster at `ray_address` if there is one; with `build`
+    False they are an error. With `check_files` False the shards are not listed: the index is used as it is.
+    `index_folder`, a path or a URL, is the folder of the index if it is not `index/` next to the shards.
     """
     where = ShardPath.parse(path)
-    location = IndexLocation.of(where.folder, config)
+    location = IndexLocation.of(where.folder, config, index_folder)
     if not check_files:
         return ShardIndex(str(path), _trusted(where, location), location, config, trust=True)
     files = list_shards(path, config)
@@ -66,7 +69,14 @@ def open_index(
         )
     if stale:
         logger.info("%s: indexing %d of %d shards", shown(str(path)), len(stale), len(files))
-        build_index(path, num_workers=num_workers, on_progress=on_progress, config=config)
+        build_index(
+            path,
+            num_workers=num_workers,
+            on_progress=on_progress,
+            config=config,
+            ray_address=ray_address,
+            index_folder=index_folder,
+        )
         entries = location.entries_of(files)
     if changing := [file.name for file in files if file.name not in entries]:
         raise DataError(f"{shown(str(path))}: {', '.join(changing[:3])} changed while it was indexed. Open it again")
@@ -101,6 +111,7 @@ class ShardIndex:
         self.sizes: Ints = np.array([entry.num_samples for entry in self.entries], dtype=np.int64)
         """Samples of each shard, usable or not."""
         self._location, self._config, self._trust = location, config, trust
+        self._shipped_decisions: str | None = None  # which ones: they are copied under a name of their own
         self._clear_caches()
 
     def __len__(self) -> int:
@@ -116,6 +127,16 @@ class ShardIndex:
     def folder(self) -> Path:
         """Folder of the index: `index/` next to the shards, or one in the cache."""
         return self._location.folder
+
+    @property
+    def location(self) -> IndexLocation:
+        """Where the index is read and written."""
+        return self._location
+
+    def only(self, shards: Sequence[int]) -> ShardIndex:
+        """The index of some of the shards, in this order."""
+        chosen = [(self.files[shard], self.entries[shard]) for shard in shards]
+        return ShardIndex(self.path, chosen, self._location, self._config, trust=self._trust)
 
     @property
     def source(self) -> str:
@@ -142,7 +163,9 @@ class ShardIndex:
         """`keep`, `reason` and scores of one shard; None if the folder has not been curated."""
         if self.summary() is None:
             return None
-        return self.read_file(f"decisions/{parquet_name(self.shards[shard])}", shard, None, "saccade data curate")
+        name = parquet_name(self.shards[shard])
+        copied = f"decisions-{self._shipped_decisions}/{name}" if self._shipped_decisions else None
+        return self.read_file(f"decisions/{name}", shard, None, "saccade data curate", copied)
 
     def summary(self) -> dict[str, Any] | None:
         """Summary of the curation; None if the folder, or the opened part of it, has not been curated.
@@ -159,8 +182,10 @@ class ShardIndex:
                     f"Run saccade data curate {shown(self.path)} again, or remove this folder"
                 )
             content: bytes | None = (self.folder / SUMMARY).read_bytes()
+            self._shipped_decisions = None
         else:
             content = self._location.read_shipped(SUMMARY)
+            self._shipped_decisions = hashlib.sha256(content).hexdigest()[:16] if content is not None else None
         if content is None:
             return None
         summary: dict[str, Any] = json.loads(content)
@@ -230,13 +255,20 @@ class ShardIndex:
 
     # ---------------------------------------------------------------- files and caches
 
-    def read_file(self, relative: str, shard: int, columns: Sequence[str] | None, command: str) -> pa.Table:
-        """A Parquet file of the index that describes this shard; `command` creates a missing one, in errors."""
-        key = (relative, tuple(columns) if columns is not None else None)
-        return self._tables.get(key, lambda: self._read_table(relative, shard, columns, command))
+    def read_file(
+        self, relative: str, shard: int, columns: Sequence[str] | None, command: str, copied: str | None = None
+    ) -> pa.Table:
+        """A Parquet file of the index that describes this shard; `command` creates a missing one, in errors.
 
-    def _read_table(self, relative: str, shard: int, columns: Sequence[str] | None, command: str) -> pa.Table:
-        path = self._location.find(relative, None if self._trust else self.entries[shard])
+        `copied`: the name of its copy in the cache, if files of this name differ between versions of a remote index.
+        """
+        key = (relative, tuple(columns) if columns is not None else None)
+        return self._tables.get(key, lambda: self._read_table(relative, shard, columns, command, copied))
+
+    def _read_table(
+        self, relative: str, shard: int, columns: Sequence[str] | None, command: str, copied: str | None = None
+    ) -> pa.Table:
+        path = self._location.find(relative, None if self._trust else self.entries[shard], copied)
         if path is None:
             raise DataError(
                 f"{self.folder / relative}: missing, or made for another {self.shards[shard]}. "

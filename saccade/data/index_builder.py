@@ -9,7 +9,7 @@ indexed in parallel, and an interrupted build resumes shard by shard.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from saccade.data.index_files import (
     ShardEntry,
     ShardProgress,
     parquet_name,
-    read_note,
-    write_table,
 )
+from saccade.data.jobs import Workers, run_jobs
 from saccade.data.parallel import in_processes, workers_for
 from saccade.data.sample import Sample, description, image_names, texts
 from saccade.data.shards import ShardFile, ShardPath, list_shards, samples, window
@@ -75,20 +74,22 @@ def build_index(
     num_workers: int | None = None,
     on_progress: Callable[[ShardProgress], None] | None = None,
     config: StorageConfig = _DEFAULT,
+    ray_address: str | None = None,
+    index_folder: str | None = None,
 ) -> IndexReport:
     """Index every shard that is new or has changed, in parallel. An interrupted build resumes shard by shard.
 
-    `num_workers` None is one process per core for large folders, else this process.
+    `num_workers` None is one process per core for large folders, else this process. With `ray_address` the processes
+    are those of that cluster. `index_folder`, a path or a URL, is the folder of the index if it is not `index/` next to
+    the shards.
     """
     where = ShardPath.parse(path)
-    files, location = list_shards(path, config), IndexLocation.of(where.folder, config)
+    files, location = list_shards(path, config), IndexLocation.of(where.folder, config, index_folder)
     entries = location.entries_of(files)
     stale = [file for file in files if file.name not in entries]
     num_scanned = 0
     done = ShardProgress.of(list(entries.values()), len(files))
-    jobs = [_IndexJob(file, location.folder / parquet_name(file.name)) for file in stale]
-    num_workers = num_workers or workers_for(sum(file.num_bytes for file in stale))
-    for entry, is_scanned in in_processes(_index_shard, (location.source, config), jobs, num_workers):
+    for entry, is_scanned in _index_shards(location, stale, num_workers, ray_address):
         entries[entry.name] = entry
         num_scanned += is_scanned
         if entry.damage and is_scanned:
@@ -115,26 +116,41 @@ def build_index(
 # ------------------------------------------------------------------ one shard
 
 
-@dataclass(frozen=True)
-class _IndexJob:
-    """One shard to index, and the file to write."""
+def _index_shards(
+    location: IndexLocation, files: list[ShardFile], num_workers: int | None, ray_address: str | None
+) -> Iterator[tuple[ShardEntry, bool]]:
+    """Index these shards: the entry of each, and whether it was scanned."""
+    if ray_address is None:
+        num_workers = num_workers or workers_for(sum(file.num_bytes for file in files))
+        yield from in_processes(_index_shard, location, files, num_workers)
+        return
+    for outcome in run_jobs(_index_shard, location, files, Workers(num_workers=num_workers, ray_address=ray_address)):
+        if outcome.has_crashed:
+            yield _write_unreadable(location, outcome.job, outcome.error or ""), True
+        elif outcome.result is None:
+            raise DataError(outcome.error)
+        else:
+            yield outcome.result
 
-    file: ShardFile
-    target: Path
 
-
-def _index_shard(shared: tuple[str, StorageConfig], job: _IndexJob) -> tuple[ShardEntry, bool]:
+def _index_shard(location: IndexLocation, file: ShardFile) -> tuple[ShardEntry, bool]:
     """Index one shard, unless its file exists already; returns whether it was scanned."""
-    source, config = shared
-    note = read_note(job.target)
-    if note and note.get("bytes") == job.file.num_bytes and "num_errors" in note:
-        return ShardEntry.from_json(note | {"name": job.file.name}), False
-    rows, gaps = _scan(job.file, source, config)
+    note = location.read_note(parquet_name(file.name))
+    if note and note.get("bytes") == file.num_bytes and "num_errors" in note:
+        return ShardEntry.from_json(note | {"name": file.name}), False
+    rows, gaps = _scan(file, location.source, location.config)
     num_errors = sum(row["error"] is not None for row in rows)
-    num_bytes, lost_bytes = job.file.num_bytes, sum(gap.end - gap.begin for gap in gaps)
-    entry = ShardEntry(job.file.name, num_bytes, len(rows), num_errors, _damage(gaps, num_bytes), lost_bytes)
-    write_table(job.target, pa.Table.from_pylist(rows, SCHEMA), entry.to_json())
+    num_bytes, lost_bytes = file.num_bytes, sum(gap.end - gap.begin for gap in gaps)
+    entry = ShardEntry(file.name, num_bytes, len(rows), num_errors, _damage(gaps, num_bytes), lost_bytes)
+    location.write_table(parquet_name(file.name), pa.Table.from_pylist(rows, SCHEMA), entry.to_json())
     return entry, True
+
+
+def _write_unreadable(location: IndexLocation, file: ShardFile, reason: str) -> ShardEntry:
+    """Index a shard that cannot be read as one without samples, and name it."""
+    entry = ShardEntry(file.name, file.num_bytes, 0, 0, f"given up: {reason}", file.num_bytes)
+    location.write_table(parquet_name(file.name), pa.Table.from_pylist([], SCHEMA), entry.to_json())
+    return entry
 
 
 def checksum(datas: list[bytes]) -> bytes:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from saccade.data import storage
 from saccade.data.shards import ShardFile
+from saccade.data.shared_folder import SharedFolder
 from saccade.data.storage import StorageConfig, is_remote, shown
 from saccade.errors import DataError
 from saccade.files import atomic_write
@@ -89,7 +90,7 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class IndexLocation:
-    """The folder of an index, and a read-only index shipped with the shards."""
+    """The folder of an index, and where else its files are read."""
 
     shards: str
     """The folder of the shards."""
@@ -98,17 +99,35 @@ class IndexLocation:
     shipped: str | None
     """`index/` next to shards that are remote or read-only: it is read if `folder` lacks a file."""
     config: StorageConfig
+    shared: str | None = None
+    """URL that is written instead of `folder`, so that all machines of a job see the files; it is read before
+    `shipped`."""
 
     @staticmethod
-    def of(shards: str, config: StorageConfig) -> IndexLocation:
-        """The location for a folder of shards."""
-        if not is_remote(shards):
-            folder = Path(shards) / "index"
-            if os.access(folder if folder.exists() else shards, os.W_OK) or not Path(shards).exists():
-                return IndexLocation(shards, folder, None, config)
+    def of(shards: str, config: StorageConfig, index_folder: str | None = None) -> IndexLocation:
+        """The location for a folder of shards, or another one that is named: a path or a URL."""
         address = shards if is_remote(shards) else str(Path(shards).resolve())
-        cached = config.folder / "shards" / hashlib.sha256(address.encode()).hexdigest()[:16]
-        return IndexLocation(shards, cached, f"{shards}/index", config)
+        shipped, folder = f"{shards}/index", Path(shards) / "index"
+        if index_folder is not None and not is_remote(index_folder):
+            return IndexLocation(shards, Path(index_folder).absolute(), shipped, config)
+        is_writable = not is_remote(shards) and (
+            os.access(folder if folder.exists() else shards, os.W_OK) or not Path(shards).exists()
+        )
+        if is_writable and index_folder is None:
+            return IndexLocation(shards, folder, None, config)
+        named = f"{address} {index_folder}" if index_folder not in (None, shipped) else address
+        cached = config.folder / "shards" / hashlib.sha256(named.encode()).hexdigest()[:16]
+        return IndexLocation(shards, cached, shipped, config, index_folder)
+
+    @property
+    def written(self) -> SharedFolder:
+        """The folder that is written."""
+        return SharedFolder(self.shared or str(self.folder), self.config)
+
+    @property
+    def _remotes(self) -> list[str]:
+        """URLs that are read if `folder` lacks a file."""
+        return [url for url in dict.fromkeys((self.shared, self.shipped)) if url is not None and is_remote(url)]
 
     @property
     def source(self) -> str:
@@ -118,7 +137,7 @@ class IndexLocation:
 
     def all_entries(self) -> list[ShardEntry]:
         """All entries, shipped ones first: later ones take precedence."""
-        return self._shipped_entries() + self._own_entries()
+        return self._shipped_entries() + ([] if self.shared else self._own_entries())
 
     def entries_of(self, files: Iterable[ShardFile]) -> dict[str, ShardEntry]:
         """The entries that describe these files as they are now.
@@ -126,8 +145,10 @@ class IndexLocation:
         Own ones count only if their Parquet file exists.
         """
         sizes = {file.name: file.num_bytes for file in files}
-        present = _names(self.folder)
-        entries = self._shipped_entries() + [e for e in self._own_entries() if parquet_name(e.name) in present]
+        entries = self._shipped_entries()
+        if self.shared is None:  # other machines do not see own ones
+            present = _names(self.folder)
+            entries += [entry for entry in self._own_entries() if parquet_name(entry.name) in present]
         return {entry.name: entry for entry in entries if sizes.get(entry.name) == entry.num_bytes}
 
     def _own_entries(self) -> list[ShardEntry]:
@@ -140,45 +161,69 @@ class IndexLocation:
         """Write shards.json, sorted by name."""
         others = {entry.name: entry for entry in self.all_entries()} if keep_others else {}
         listed = [entry.to_json() for _, entry in sorted((others | dict(entries)).items())]
-        write_json(self.folder / "shards.json", {"version": VERSION, "shards": listed})
+        self.write_json("shards.json", {"version": VERSION, "shards": listed})
+
+    def write_json(self, relative: str, content: object) -> None:
+        """Write a JSON file."""
+        self.written.write(relative, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def write_table(self, relative: str, table: pa.Table, note: Mapping[str, Any]) -> None:
+        """Write a Parquet file, with a note of what it describes."""
+        if self.shared is None:
+            write_table(self.folder / relative, table, note)
+            return
+        buffer = pa.BufferOutputStream()
+        pq.write_table(_with_note(table, note), buffer, compression="zstd")
+        self.written.write(relative, memoryview(buffer.getvalue()))
 
     def read_shipped(self, relative: str) -> bytes | None:
-        """A file of the shipped index."""
-        if self.shipped is None:
-            return None
-        if is_remote(self.shipped):
-            return storage.storage(self.config).read_file(f"{self.shipped}/{relative}")
-        return _read_file(Path(self.shipped) / relative)
+        """A file of the shared or the shipped index."""
+        for url in self._remotes:
+            if (content := storage.storage(self.config).read_file(f"{url}/{relative}")) is not None:
+                return content
+        return None if self.shipped is None or is_remote(self.shipped) else _read_file(Path(self.shipped) / relative)
+
+    def read_note(self, relative: str) -> dict[str, Any] | None:
+        """The note of a Parquet file that this location has written, and its `num_rows`; None if there is none."""
+        if self.shared is None:
+            return read_note(self.folder / relative)
+        content = self.written.read(relative)
+        return read_note(pa.BufferReader(content)) if content is not None else None
 
     def missing(self, subfolder: str, entries: Iterable[ShardEntry], *, trust: bool) -> set[str]:
         """Shards without a file in `subfolder` that describes them (`trust`: without any file).
 
         Remote files count by their names.
         """
-        remote: set[str] = set()
-        if self.shipped is not None and is_remote(self.shipped):
-            remote = set(storage.storage(self.config).list_folder(f"{self.shipped}/{subfolder}", missing_ok=True))
-        local = {folder / subfolder: _names(folder / subfolder) for folder in self._local_folders()}
+        remote = self.remote_names(subfolder)
+        folders = [] if self.shared else self._local_folders()
+        local = {folder / subfolder: _names(folder / subfolder) for folder in folders}
 
         def is_there(name: str, entry: ShardEntry | None) -> bool:
             return name in remote or any(name in names and _describes(at / name, entry) for at, names in local.items())
 
         return {entry.name for entry in entries if not is_there(parquet_name(entry.name), None if trust else entry)}
 
+    def remote_names(self, subfolder: str) -> set[str]:
+        """Names of the files in `subfolder` on a URL."""
+        urls = [f"{url}/{subfolder}" for url in self._remotes]
+        return {name for url in urls for name in storage.storage(self.config).list_folder(url, missing_ok=True)}
+
     def _local_folders(self) -> list[Path]:
         return [self.folder] if self.shipped is None or is_remote(self.shipped) else [self.folder, Path(self.shipped)]
 
-    def find(self, relative: str, entry: ShardEntry | None) -> Path | None:
-        """The Parquet file that describes a shard (None: any file of that name); a remote one is copied first."""
-        for folder in self._local_folders():
-            if _describes(folder / relative, entry):
-                return folder / relative
-        if self.shipped is None or not is_remote(self.shipped):
-            return None
-        data = self.read_shipped(relative)
+    def find(self, relative: str, entry: ShardEntry | None, copied: str | None = None) -> Path | None:
+        """The Parquet file that describes a shard (None: any file of that name).
+
+        A remote one is copied into `folder` first, as `copied` or under its own name.
+        """
+        copy = self.folder / (copied or relative)
+        for path in (*(folder / relative for folder in self._local_folders()), copy):
+            if _describes(path, entry):
+                return path
+        data = self.read_shipped(relative) if self._remotes else None
         if data is None:
             return None
-        copy = self.folder / relative
         with _writing(copy) as temporary:
             temporary.write_bytes(data)
         return copy if _describes(copy, entry) else None
@@ -221,17 +266,14 @@ def parquet_name(shard: str) -> str:
     return f"{shard.removesuffix('.tar')}.parquet"
 
 
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file atomically."""
-    with _writing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def write_table(target: Path, table: pa.Table, note: Mapping[str, Any]) -> None:
     """Write a Parquet file atomically, with a note of what it describes."""
-    table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note)})
     with _writing(target) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+        pq.write_table(_with_note(table, note), temporary, compression="zstd")
+
+
+def _with_note(table: pa.Table, note: Mapping[str, Any]) -> pa.Table:
+    return table.replace_schema_metadata({_NOTE_KEY: json.dumps(note)})
 
 
 @contextmanager
@@ -247,18 +289,18 @@ def _writing(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def read_note(path: Path) -> dict[str, Any] | None:
+def read_note(file: Path | pa.BufferReader) -> dict[str, Any] | None:
     """The note of a Parquet file, and its `num_rows`; None if there is no such file, or another program wrote it."""
     try:
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException):
         return None
     note: dict[str, Any] = json.loads((metadata.metadata or {}).get(_NOTE_KEY, b"{}"))
     return note | {"num_rows": metadata.num_rows}
 
 
-def note_for(path: Path, entry: ShardEntry) -> dict[str, Any] | None:
+def note_for(file: Path | pa.BufferReader, entry: ShardEntry) -> dict[str, Any] | None:
     """The note of a Parquet file if it was made for this shard as it is, with a row for each sample; else None."""
-    note = read_note(path)
+    note = read_note(file)
     is_current = note is not None and (note.get("bytes"), note["num_rows"]) == (entry.num_bytes, entry.num_samples)
     return note if is_current else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from saccade.errors import DataError
 
@@ -53,6 +53,37 @@ def in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class ChildLostError(Exception):
+    """The child process ended during a job."""
+
+
+class Child(Generic[Job, Result]):
+    """A process that runs jobs one by one, and is replaced when one of them ends it."""
+
+    def __init__(self, function: Callable[[Shared, Job], Result], shared: Shared) -> None:
+        self._work = (function, shared)
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(self, job: Job) -> Result:
+        """`function(shared, job)`, or what it raises; `ChildLostError` if the process ended."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                1, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=self._work
+            )
+        try:
+            result: Result = self._pool.submit(_run, job).result()
+        except BrokenProcessPool as error:
+            self.close()
+            raise ChildLostError("its process ended: out of memory, or a crash in a library") from error
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
 _WORK: list[Any] = []

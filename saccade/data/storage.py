@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -130,6 +131,19 @@ class Storage:
             return bytes(self._attempt(url, lambda: self._call(url, "cat_file")))
         except _AbsentError:
             return None
+
+    def read_part(self, url: str, offset: int, size: int) -> bytes:
+        """Read bytes of a file with one request, not through the cache."""
+        return self._download(url, offset + size, offset, size) if size else b""
+
+    def write_file(self, url: str, data: bytes) -> None:
+        """Write a file with one request; a reader sees all of it or nothing."""
+        self._attempt(url, lambda: self._call(url, "pipe_file", value=data))
+
+    def remove(self, url: str) -> None:
+        """Remove a file, or a folder with its files, if it exists."""
+        with contextlib.suppress(_AbsentError):
+            self._attempt(url, lambda: self._call(url, "rm", recursive=True))
 
     def read_range(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
         """Read a range of a file of `num_bytes`, through the cache."""

@@ -5,21 +5,17 @@
 Rules and thresholds read only these files, so changing a threshold costs seconds, not another pass over the pixels. A
 file is written atomically: measuring may be stopped at any time and resumes shard by shard.
 
-Daft distributes the shards over worker processes of this machine or of a Ray cluster, one shard at a time; what is done
-with a shard is plain numpy. (Daft decodes and hashes images too, but takes a truncated JPEG for a complete one with a
-grey lower half, and does 627 photos of 224 pixels a second where reduced decoding does 3,000.)
+Shards are jobs (`jobs.py`), which Daft distributes over worker processes of this machine or of a Ray cluster; what is
+done with a shard is plain numpy. (Daft decodes and hashes images too, but takes a truncated JPEG for a complete one
+with a grey lower half, and does 627 photos of 224 pixels a second where reduced decoding does 3,000.)
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,9 +36,11 @@ from saccade.data.curate.image_hash import (
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_features import NUM_BANDS, minhash_bands, text_hash, text_statistics
 from saccade.data.index import ShardIndex
-from saccade.data.index_files import ShardProgress, note_for, parquet_name, write_table
+from saccade.data.index_files import ShardEntry, ShardProgress, note_for, parquet_name
+from saccade.data.jobs import Workers, run_jobs
 from saccade.data.sample import Sample, TextRules, conversations, description, images
-from saccade.errors import ConfigError, DataError, ImageError
+from saccade.data.storage import shown
+from saccade.errors import DataError, ImageError
 
 logger = logging.getLogger(__name__)
 
@@ -164,27 +162,59 @@ def write_features(index: ShardIndex, shard: int) -> None:
     """Measure one shard and write its file."""
     entry = index.entries[shard]
     note = {"name": entry.name, "bytes": entry.num_bytes, "features": VERSION}
-    write_table(_path(index, shard), shard_features(index, shard), note)
+    index.location.write_table(_name(index, shard), shard_features(index, shard), note)
 
 
 def is_measured(index: ShardIndex, shard: int) -> bool:
     """Whether the shard as indexed has features of this version."""
-    note = note_for(_path(index, shard), index.entries[shard])
-    return note is not None and note.get("features") == VERSION
+    return _version(_open(index, shard), index.entries[shard]) == VERSION
 
 
-def _path(index: ShardIndex, shard: int) -> Path:
-    return index.folder / "features" / parquet_name(index.shards[shard])
+def unmeasured(index: ShardIndex) -> list[int]:
+    """Shards without features; files on a URL count by their names, and are checked when they are read."""
+    remote = index.location.remote_names("features")
+    shards = [shard for shard, name in enumerate(index.shards) if parquet_name(name) not in remote]
+    return [shard for shard in shards if _version(_local(index, shard), index.entries[shard]) != VERSION]
 
 
 def read_features(index: ShardIndex, shard: int, columns: Sequence[str]) -> pa.Table:
     """Columns of one shard's features; rows as in the index."""
-    path = _path(index, shard)
+    where = f"{shown(index.location.written.url)}/{_name(index, shard)}"
+    file = _open(index, shard)
+    if file is None or _version(file, index.entries[shard]) != VERSION:
+        raise DataError(
+            f"{where}: missing, or not of this shard and version {VERSION}. Remove it and run saccade data curate "
+            f"{shown(index.path)} again"
+        )
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
-            return file.read(list(columns), use_threads=False)
+        with pq.ParquetFile(file, memory_map=True) as opened:
+            return opened.read(list(columns), use_threads=False)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read: {error}. Remove it and curate {index.path} again") from error
+        raise DataError(f"{where}: cannot be read: {error}. Remove it and curate {shown(index.path)} again") from error
+
+
+def _name(index: ShardIndex, shard: int) -> str:
+    return f"features/{parquet_name(index.shards[shard])}"
+
+
+def _open(index: ShardIndex, shard: int) -> Path | pa.Buffer | None:
+    """The file, or its bytes from a URL: they are read once or twice, so no copy is kept. None if there is none."""
+    if (local := _local(index, shard)) is not None:
+        return local
+    content = index.location.read_shipped(_name(index, shard))
+    return pa.py_buffer(content) if content is not None else None
+
+
+def _local(index: ShardIndex, shard: int) -> Path | None:
+    """The file in the folder of the index; one that other machines do not see does not count for a shared index."""
+    path = index.folder / _name(index, shard)
+    return path if index.location.shared is None and path.exists() else None
+
+
+def _version(file: Path | pa.Buffer | None, entry: ShardEntry) -> int | None:
+    """Version of the features if the file was made for this shard as it is."""
+    note = note_for(pa.BufferReader(file) if isinstance(file, pa.Buffer) else file, entry) if file is not None else None
+    return note.get("features") if note is not None else None
 
 
 def flat(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
@@ -204,103 +234,55 @@ def as_bytes(items: pa.Array) -> NDArray[np.uint8]:
 # ------------------------------------------------------------------ all shards
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured."""
+
+    num_shards: int
+    """Shards measured by this run; the others had features already."""
+    quarantined: dict[str, str]
+    """Shards without features, since measuring them ended a worker again and again; and how."""
+
+
 def measure_features(
     index: ShardIndex,
     *,
     num_workers: int | None = None,
     ray_address: str | None = None,
     on_progress: Callable[[ShardProgress], None] | None = None,
-) -> int:
-    """Measure the shards that have no features yet; returns the number of shards measured.
+) -> Measured:
+    """Measure the shards that have no features yet.
 
     `num_workers` None is one process per core; with one, or without Daft, this process does the work itself. With
-    `ray_address` the processes are those of that cluster, whose machines must see the shards and the index under the
-    same paths. A shard that cannot be read does not keep the others from being measured; the error is raised at the
-    end.
+    `ray_address` the processes are those of that cluster, whose machines must see shards and index under the same
+    paths or URLs. A shard that cannot be read does not keep the others from being measured; the error is raised at the
+    end. A shard that ends its worker three times is quarantined.
     """
-    missing = [shard for shard in range(len(index.shards)) if not is_measured(index, shard)]
-    if not missing:
-        return 0
-    logger.info("%s: measuring %d of %d shards", index.path, len(missing), len(index.shards))
+    missing = unmeasured(index)
     absent = set(missing)
+    if missing:
+        logger.info("%s: measuring %d of %d shards", shown(index.path), len(missing), len(index.shards))
     done = ShardProgress.of([e for shard, e in enumerate(index.entries) if shard not in absent], len(index.shards))
-    has_daft = num_workers is not None or find_spec("daft") is not None
-    is_local = not ray_address and (num_workers == 1 or len(missing) == 1 or not has_daft)
-    results = _measure_here(index, missing) if is_local else _measure_by_daft(index, missing, num_workers, ray_address)
-    errors = []
-    for shard, error in results:
-        if error:
-            errors.append(error)
-            continue
-        done = done.plus(index.entries[shard])
-        if on_progress:
-            on_progress(done)
+    workers = Workers(num_workers=num_workers, ray_address=ray_address)
+    errors, quarantined = [], {}
+    for outcome in run_jobs(_measure, None, [index.only([shard]) for shard in missing], workers):
+        entry = outcome.job.entries[0]
+        if outcome.has_crashed:
+            quarantined[entry.name] = outcome.error or ""
+            logger.warning("%s/%s is left out: %s", shown(index.path), entry.name, outcome.error)
+        elif outcome.error is not None:
+            errors.append(outcome.error)
+        else:
+            done = done.plus(entry)
+            if on_progress:
+                on_progress(done)
     if errors:
         others = f" ({len(errors) - 1} more shards failed)" if len(errors) > 1 else ""
         raise DataError(errors[0] + others)
-    return len(missing)
+    return Measured(len(missing) - len(quarantined), quarantined)
 
 
-def _measure(index: ShardIndex, shard: int) -> str:
-    """The error of a shard that cannot be measured, or an empty string."""
-    try:
-        write_features(index, shard)
-    except DataError as error:
-        return str(error)
-    return ""
-
-
-def _measure_here(index: ShardIndex, shards: Sequence[int]) -> Iterator[tuple[int, str]]:
-    for shard in shards:
-        yield shard, _measure(index, shard)
-
-
-def _measure_by_daft(
-    index: ShardIndex, shards: Sequence[int], num_workers: int | None, ray_address: str | None
-) -> Iterator[tuple[int, str]]:
-    daft = _start_daft(ray_address)
-
-    @daft.cls(max_concurrency=num_workers or _num_cores(ray_address), use_process=True)
-    class Worker:
-        """One process, one shard at a time."""
-
-        def __init__(self, index: ShardIndex) -> None:
-            self._index = index
-            warnings.simplefilter("ignore")  # Daft would print them
-
-        @daft.method.batch(return_dtype=daft.DataType.string(), batch_size=1)  # type: ignore[untyped-decorator]
-        def measure(self, shards: Any) -> list[str]:
-            return [_measure(self._index, shard) for shard in shards.to_pylist()]
-
-    table = daft.from_pydict({"shard": list(shards)})
-    if ray_address:
-        table = table.into_partitions(len(shards))  # Ray schedules partitions; on one machine batches are enough
-    query = table.select(table["shard"], Worker(index).measure(table["shard"]).alias("error"))
-    try:
-        for row in query.iter_rows():
-            yield row["shard"], row["error"]
-    except RuntimeError as error:
-        raise DataError(
-            f"a worker that measured {index.path} exited unexpectedly ({error}); it may have run out of memory. "
-            "Finished shards are kept: run again, with fewer workers if memory was short"
-        ) from error
-
-
-def _start_daft(ray_address: str | None) -> ModuleType:
-    """Import Daft for this machine or a Ray cluster, without telemetry and its own progress bar."""
-    os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")
-    os.environ.setdefault("DAFT_PROGRESS_BAR", "0")
-    import daft
-
-    if ray_address:
-        try:
-            daft.set_runner_ray(ray_address, noop_if_initialized=True)
-        except ImportError as error:
-            raise ConfigError(f"{ray_address}: Ray is not installed. Run pip install 'saccade[ray]'") from error
-    return daft
-
-
-def _num_cores(ray_address: str | None) -> int:
-    if not ray_address:
-        return len(os.sched_getaffinity(0))
-    return int(import_module("ray").cluster_resources()["CPU"])
+def _measure(_: None, index: ShardIndex) -> None:
+    """Measure the one shard of this index, unless a worker that was lost has finished it."""
+    if not is_measured(index, 0):
+        write_features(index, 0)

@@ -77,7 +77,7 @@ def curate(
     if write_to is not None and (is_remote(str(write_to)) or Path(write_to).exists()):
         raise DataError(f"{write_to}: exists already, or is remote. Choose a new local folder for the kept samples")
     index = open_index(path, num_workers=num_workers)
-    num_measured = measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
+    measured = measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
     decisions = _Decisions(index, settings, num_workers)
     samples = load_samples(index, [reasons == None for reasons in decisions.reasons])  # noqa: E711 (elementwise)
     logger.info("%s: %d of %d samples pass the rules", index.path, len(samples), len(index))
@@ -88,7 +88,9 @@ def curate(
     if write_to is not None:
         _write_kept(index, Path(write_to))
     num_shared = duplicates.num_shared_images(samples)
-    return CurationReport(len(index), len(samples), dropped, absent_scores, num_measured, num_shared, index.damaged)
+    return CurationReport(
+        len(index), len(samples), dropped, absent_scores, measured.num_shards, num_shared, index.damaged
+    )
 
 
 class _Decisions:

@@ -1,0 +1,52 @@
+"""Jobs over shards: outcomes of every job, whatever happens to the processes that run them."""
+
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from saccade.data.jobs import MAX_TRIES, Workers, run_jobs
+from saccade.errors import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def _collect_pipes():
+    """Daft leaves the pipes of its workers to the garbage collector: they are collected in the test that made them."""
+    yield
+    gc.collect()
+
+
+def tenfold(folder, job):
+    """Crash on 3, or refuse 4; every try leaves a file."""
+    Path(folder, f"{job}-{os.getpid()}").touch()
+    if job == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == 4:
+        raise DataError("shard 4 is bad")
+    return {"times ten": 10 * job}
+
+
+def test_a_job_that_crashes_its_worker_is_given_up_after_three_tries_and_the_others_finish(tmp_path):
+    outcomes = list(run_jobs(tenfold, str(tmp_path), range(6), Workers(num_workers=2)))
+    results = {outcome.job: outcome.result for outcome in outcomes}
+    assert results == {number: {"times ten": 10 * number} if number not in (3, 4) else None for number in range(6)}
+    crashed, refused = (next(outcome for outcome in outcomes if outcome.job == number) for number in (3, 4))
+    assert (crashed.has_crashed, refused.has_crashed) == (True, False)
+    assert "its process ended" in crashed.error
+    assert refused.error == "shard 4 is bad"
+    assert len(list(tmp_path.glob("3-*"))) == MAX_TRIES == 3
+    assert len(list(tmp_path.glob("4-*"))) == 1
+
+
+def fail(_, job):
+    if job:
+        raise ZeroDivisionError(f"job {job}")
+
+
+def test_a_bug_in_a_worker_shows_its_traceback():
+    with pytest.raises(RuntimeError, match=r"in fail\n(?s:.*)ZeroDivisionError: job 1"):
+        list(run_jobs(fail, None, range(2), Workers(num_workers=2)))
