@@ -1,7 +1,8 @@
 """The distributed world: this process's rank, and a few collectives.
 
-    with open_world() as world:
+    with open_world() as world, world.arranged(ParallelDims(replicate=2, shard=4)) as world:
         total = world.all_sum(tensor)
+        group = world.group("shard")          # ranks that differ in these axes of the layout only
 
 `torchrun` starts the processes and passes ranks in environment variables; without them the world is one process, which
 needs no network. GPUs use NCCL. A world of several ranks also has a gloo group on the CPU for communication outside the
@@ -14,21 +15,24 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
+from saccade.parallel_dims import AXES, DATA, LOSS, Axis, ParallelDims
 
+T = TypeVar("T")
 TIMEOUT_S = 600.0
 """Timeout of collectives. A step takes seconds; loading a large checkpoint, minutes."""
 
@@ -50,11 +54,96 @@ class World:
     """Device of this process."""
     cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """gloo group of all ranks; None in a world of one."""
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    """The layout; every rank is a replica until `arranged` says otherwise."""
+    _groups: dict[tuple[Axis, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+    """Process groups of the layout, by their axes; opened when they are first asked for."""
+
+    def __post_init__(self) -> None:
+        if self.dims == ParallelDims():
+            object.__setattr__(self, "dims", ParallelDims(replicate=self.size))
 
     @property
     def is_main(self) -> bool:
         """Whether this is the main rank, which writes and logs."""
         return self.rank == 0
+
+    # -------------------------------------------------------------- the layout
+
+    @contextmanager
+    def arranged(self, dims: ParallelDims) -> Iterator[World]:
+        """This world in a layout; its process groups are closed at the end."""
+        assert dims.size == self.size, f"the layout {dims} is for {dims.size} ranks, not {self.size}"
+        world = replace(self, dims=dims, _groups={})
+        try:
+            yield world
+        finally:
+            for group in world._groups.values():
+                dist.destroy_process_group(group)
+
+    def index(self, *axes: Axis) -> int:
+        """Number of this rank in its group of these axes."""
+        return self.dims.index(self.rank, *axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads; ranks that differ in context or tensor read the same part."""
+        return self.index(*DATA)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of parts of the data."""
+        return self.dims.count(*DATA)
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank reports the data of its data rank, so that a sum over all ranks has every part once."""
+        return self.index(*(axis for axis in AXES if axis not in DATA)) == 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank reports the loss of its tokens; tensor ranks compute the same loss."""
+        return self.index("tensor") == 0 and self.index("pipeline") == self.dims.pipeline - 1
+
+    @property
+    def num_loss_ranks(self) -> int:
+        """Number of ranks that compute the loss of different tokens: gradients are averaged over them."""
+        return self.dims.count(*LOSS)
+
+    def group(self, *axes: Axis) -> dist.ProcessGroup | None:
+        """The process group of ranks that differ from this one in these axes only; None if there is no other.
+
+        The first call for a set of axes is collective over all ranks.
+        """
+        return None if self.dims.count(*axes) == 1 else self._open_group(axes)
+
+    def _open_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+        self.open_local_group()
+        key = tuple(axis for axis in AXES if axis in axes)
+        if self.dims.count(*key) == self.size:
+            return cast(dist.ProcessGroup, dist.group.WORLD)
+        if key not in self._groups:
+            lists, timeout = self.dims.groups(*key), timedelta(seconds=TIMEOUT_S)
+            group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)  # type: ignore[no-untyped-call]
+            self._groups[key] = group
+        return self._groups[key]
+
+    def mesh(self, *names: tuple[Axis, ...]) -> DeviceMesh:
+        """A device mesh whose dims are groups of the layout, each given by its axes and named after the first one."""
+        groups = [self._open_group(axes) for axes in names]
+        dim_names = tuple(axes[0] for axes in names)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=dim_names)
+        axes_of_mesh = [axis for axes in names for axis in axes]
+        [ranks] = [ranks for ranks in self.dims.groups(*axes_of_mesh) if self.rank in ranks]
+        mesh = torch.tensor(ranks).view([self.dims.count(*axes) for axes in names])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=mesh, mesh_dim_names=dim_names)
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's part of work that any rank can do."""
+        return items[self.rank :: self.size]
+
+    # -------------------------------------------------------------- collectives
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """All-reduce sum in place; asynchronous to the host on a GPU."""

@@ -221,3 +221,12 @@ def test_every_family_has_both_of_its_sides():
     for model_type in VISION_LANGUAGE:
         for package in ("model", "processor"):
             assert (ROOT / "saccade" / package / "families" / f"{model_type}.py").is_file()
+
+
+def test_only_the_world_reads_the_number_of_ranks():
+    """Everything else asks the layout: data ranks, loss ranks, groups of axes."""
+    for path in MODULES:
+        if path.name != "world.py":
+            for node in nodes_of(path):
+                is_size = isinstance(node, ast.Attribute) and node.attr == "size"
+                assert not (is_size and ast.unparse(node.value).endswith("world")), f"{path.name} reads world.size"

@@ -19,7 +19,7 @@ from saccade.train.config import TrainConfig
 from saccade.train.lora import base_shapes
 from saccade.train.memory_check import device_gib, planner_here
 from saccade.train.objectives.build import check_objective, check_stored_logits
-from saccade.train.parallelize import build_model, choose_strategy
+from saccade.train.parallelize import build_model
 from saccade.train.stage_config import StageConfig
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
 from saccade.world import World, open_world
@@ -27,7 +27,7 @@ from saccade.world import World, open_world
 
 def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
     """Check a recipe completely, without training and without touching the run folder; returns a report for people."""
-    with open_world(device) as world:
+    with open_world(device) as opened, opened.arranged(config.parallel.dims(opened.dims.size)) as world:
         check_stages(config, config.stages, world)
         for _ in checkpoint_tensors(
             config.model.folder, base_shapes(meta_model(config.model.folder, DTYPES[config.model.dtype]))
@@ -56,7 +56,7 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
     """
     if not stages:
         return
-    strategy = choose_strategy(config.parallel, world)
+    strategy = config.parallel.strategy_of(world.dims)
     load_model_config(config.model.folder)
     Processor.load(config.model.folder)
     for stage in stages:
@@ -64,10 +64,10 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
             model = build_model(config.model.folder, stage, strategy, config.model.dtype)
             checkpoint_names(config.model.folder, base_shapes(model))
             check_objective(stage.objective, config.model.folder)
-            if stage.data.global_batch_size < world.size:
+            if stage.data.global_batch_size < (num_ranks := world.num_data_ranks):
                 raise ConfigError(
-                    f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. "
-                    f"Raise it to {world.size} or more"
+                    f"global_batch_size is {stage.data.global_batch_size} for {num_ranks} ranks. "
+                    f"Raise it to {num_ranks} or more"
                 )
             _check_data(config, stage, stage.data.sources)
             _check_logits(config, stage)

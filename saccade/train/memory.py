@@ -22,6 +22,7 @@ from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes, plus
 from saccade.model.vlm import VLM
+from saccade.parallel_dims import SHARDS, ParallelDims
 from saccade.train.dry_run import (
     KeptGradients,
     MicroBatchSize,
@@ -35,10 +36,9 @@ from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import Optimizer, build_optimizer
 from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
-from saccade.train.parallelize import choose_strategy, prepare_model, recompute
+from saccade.train.parallelize import prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig
-from saccade.world import World
 
 CONTEXT_BYTES = GIB
 """Memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
@@ -158,10 +158,14 @@ class MemoryPlanner:
         return combined(vision, language)
 
     @cached_property
+    def dims(self) -> ParallelDims:
+        """The layout."""
+        return self.parallel.dims(self.world_size)
+
+    @cached_property
     def strategy(self) -> Strategy:
         """The parallelization strategy."""
-        world = World(rank=0, size=self.world_size, local_rank=0, device=torch.device("cpu"))
-        return choose_strategy(self.parallel, world)
+        return self.parallel.strategy_of(self.dims)
 
     @property
     def _is_sharded(self) -> bool:
@@ -169,7 +173,7 @@ class MemoryPlanner:
 
     @property
     def _num_shards(self) -> int:
-        return (self.parallel.shard_size or self.world_size) if self._is_sharded else 1
+        return self.dims.count(*SHARDS) if self._is_sharded else 1
 
     @property
     def _element(self) -> int:

@@ -114,7 +114,7 @@ def _fits_somehow(planner: MemoryPlanner, size: MicroBatchSize, gib: float) -> b
 
 def _ranks_needed(planner: MemoryPlanner, size: MicroBatchSize, gib: float) -> int | None:
     """The smallest power of two of ranks with fsdp that fits."""
-    parallel = replace(planner.parallel, strategy="fsdp", shard_size=None, compress_gradients="none")
+    parallel = replace(planner.parallel, strategy="fsdp", replicate=None, shard=None, compress_gradients="none")
     ranks = 2 * planner.world_size
     while ranks <= _MAX_RANKS:
         if _fits_somehow(replace(planner, world_size=ranks, parallel=parallel), size, gib):

@@ -14,6 +14,7 @@ import torch
 from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import load_model_config
+from saccade.parallel_dims import DATA
 from saccade.train.config import TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
@@ -40,7 +41,7 @@ def stage_planner(
     planner = MemoryPlanner(
         config=model,
         world_size=world_size,
-        micro_batches_per_rank=math.ceil(stage.data.global_batch_size / world_size),
+        micro_batches_per_rank=math.ceil(stage.data.global_batch_size / config.parallel.dims(world_size).count(*DATA)),
         dtype=config.model.dtype,
         parallel=config.parallel,
         optimizer=stage.optimizer,
@@ -78,7 +79,7 @@ def planner_here(
     config: TrainConfig, stage: StageConfig, model: ModelConfig, world: World
 ) -> tuple[MemoryPlanner, MicroBatchSize]:
     """The planner of a stage on the ranks and devices of this run."""
-    return stage_planner(config, stage, model, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    return stage_planner(config, stage, model, world.dims.size, "cuda" if world.device.type == "cuda" else "cpu")
 
 
 def _announce(planner: MemoryPlanner, size: MicroBatchSize, gib: float) -> None:

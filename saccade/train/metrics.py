@@ -151,7 +151,7 @@ class MetricsLog:
         self._num_steps = num_steps
         self._meter = Meter(
             num_steps=num_steps,
-            world_size=self._world.size,
+            world_size=self._world.dims.size,
             peak_flops=peak_flops(self._world.device),
             tokens=tokens,
             samples=samples,

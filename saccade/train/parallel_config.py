@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from saccade.config import check_positive
 from saccade.errors import ConfigError
+from saccade.parallel_dims import Axis, ParallelDims, Size, resolve_dims
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Recompute = Literal["none", "selective", "full"]
@@ -13,12 +14,20 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Data parallelism, sharding, activation checkpointing and compilation. See `parallelize.py`."""
+    """The layout over ranks, activation checkpointing and compilation. See `parallel_dims.py` and `parallelize.py`."""
 
     strategy: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
-    """auto: none on one rank, fsdp on several."""
-    shard_size: int | None = None
-    """hsdp only: number of ranks that shard one replica of the model, usually the GPUs of one node."""
+    """Shorthand. fsdp: shard is the rest; ddp: replicate is; hsdp: with shard given, replicate is. auto: fsdp."""
+    replicate: int | Literal["rest"] | None = None
+    """Copies of the model, whose gradients are averaged. Default: what `strategy` and `shard` leave."""
+    shard: int | Literal["rest"] | None = None
+    """Ranks that divide parameters, gradients and optimizer state, such as the GPUs of a node. Default: the rest."""
+    context: int | Literal["rest"] = 1
+    """Ranks that divide every packed sequence."""
+    tensor: int | Literal["rest"] = 1
+    """Ranks that divide the matrices of every layer: neighbours, best on one node."""
+    pipeline: int | Literal["rest"] = 1
+    """Ranks that divide the layers."""
     reshard_after_forward: bool = True
     """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     reduce_each_micro_batch: bool = True
@@ -41,18 +50,17 @@ class ParallelConfig:
     """fsdp: keep parameters, gradients and optimizer state in host memory; slow, for models that do not fit."""
 
     RENAMED: ClassVar[dict[str, str]] = {
+        "shard_size": "shard",
         "reduce_each_row": "reduce_each_micro_batch",
         "powersgd_start": "powersgd_start_step",
     }
     """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "shard_size", "powersgd_rank", "powersgd_start_step")
-        if (self.strategy == "hsdp") != (self.shard_size is not None):
-            raise ConfigError(
-                "shard_size requires strategy = 'hsdp', and hsdp requires shard_size. Give both, or neither"
-            )
-        if self.compress_gradients != "none" and self.strategy != "ddp":
+        check_positive(self, "powersgd_rank", "powersgd_start_step")
+        self._check_sizes()
+        is_ddp = self.strategy == "ddp" or (self.strategy == "auto" and self.replicate is not None and self.shard == 1)
+        if self.compress_gradients != "none" and not is_ddp:
             raise ConfigError(
                 f"compress_gradients = {self.compress_gradients!r} requires strategy = 'ddp'; "
                 "with fsdp, set reduce_dtype"
@@ -62,8 +70,67 @@ class ParallelConfig:
                 f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. "
                 "Give 2 or more"
             )
-        if self.offload and self.strategy in ("none", "ddp"):
+        if self.offload and (is_ddp or self.strategy == "none"):
             raise ConfigError(
-                f"offload requires fsdp or hsdp, not strategy = {self.strategy!r}; "
+                f"offload requires fsdp or hsdp, not strategy = {'ddp' if is_ddp else 'none'!r}; "
                 "optimizer.offload works with any strategy"
             )
+
+    def _check_sizes(self) -> None:
+        """Refuse what is not built, and a strategy that contradicts the sizes."""
+        if self.pipeline != 1:
+            raise ConfigError("pipeline parallelism is not built yet. Remove pipeline, or use shard and tensor")
+        if self.context != 1:
+            raise ConfigError("context parallelism is not built yet. Remove context, or use tensor")
+        if self.tensor != 1:
+            raise ConfigError("tensor parallelism is not built yet. Remove tensor, or use shard")
+        given = [name for name in ("replicate", "shard") if getattr(self, name) is not None]
+        if self.strategy == "hsdp" and (given != ["shard"] or self.shard == "rest"):
+            raise ConfigError(
+                "strategy = 'hsdp' requires shard, the ranks of one copy, and nothing else; replicate is the rest. "
+                "Set shard, such as shard = 8"
+            )
+        if self.strategy not in ("auto", "hsdp") and given:
+            raise ConfigError(
+                f"strategy = {self.strategy!r} sets {given[0]} itself. Remove strategy, or {' and '.join(given)}"
+            )
+
+    @property
+    def sizes(self) -> dict[Axis, Size]:
+        """The size of every axis, with `strategy` written out."""
+        replicate, shard = self.replicate, self.shard
+        if "rest" in (self.context, self.tensor, self.pipeline) or self.strategy == "none":
+            replicate, shard = replicate or 1, shard or 1
+        elif self.strategy == "ddp":
+            replicate, shard = "rest", 1
+        elif shard is None:
+            shard, replicate = (1 if replicate == "rest" else "rest"), replicate or 1
+        elif replicate is None:
+            replicate = 1 if shard == "rest" else "rest"
+        return {
+            "pipeline": self.pipeline,
+            "replicate": replicate or 1,
+            "shard": shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+    def dims(self, num_ranks: int) -> ParallelDims:
+        """The layout on so many ranks."""
+        if self.strategy == "none" and (num_ranks > 1 and set(self.sizes.values()) == {1}):
+            raise ConfigError(
+                f"strategy none is for one rank, but there are {num_ranks}: each would train a separate model. "
+                "Use auto, ddp or fsdp"
+            )
+        return resolve_dims(self.sizes, num_ranks)
+
+    def strategy_of(self, dims: ParallelDims) -> Strategy:
+        """How a layout is carried out: with FSDP if anything is sharded, else with DDP if there are several copies."""
+        if self.strategy == "auto" and self.offload and dims.shard == 1:
+            raise ConfigError(
+                "offload requires fsdp, and auto means no sharding on one rank. "
+                "Set parallel.strategy = 'fsdp', or use optimizer.offload"
+            )
+        if self.strategy in ("fsdp", "hsdp") or dims.shard > 1:
+            return "hsdp" if dims.replicate > 1 else "fsdp"
+        return "ddp" if self.strategy == "ddp" or dims.count("replicate", "context") > 1 else "none"

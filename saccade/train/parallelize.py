@@ -11,12 +11,14 @@
 Compilation precedes activation checkpointing, so that a checkpointed block runs its compiled code twice; sharding comes
 last, so that its hooks are outside both.
 
-    strategy   each rank holds                               in DeepSpeed's terms
-    none       everything; one rank
-    ddp        everything; gradients are averaged            data parallel
-    fsdp       1/n of parameters, gradients, optimizer       ZeRO-3
-    hsdp       1/shard_size of them, world / shard_size      ZeRO-3 within, data parallel between replicas: MiCS, hpZ
-               replicas
+`ParallelConfig` gives the layout, `ParallelDims`, and the layout the strategy:
+
+    strategy   layout               each rank holds                            in DeepSpeed's terms
+    none       one rank             everything
+    ddp        replicate n          everything; gradients are averaged         data parallel
+    fsdp       shard n              1/n of parameters, gradients, optimizer    ZeRO-3
+    hsdp       replicate m x        1/n of them; m copies                      ZeRO-3 within, data parallel between
+               shard n                                                         copies: MiCS, hpZ
 
 With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the all-gathers
 for the memory of one unsharded bf16 copy. That is ZeRO-2. With `reduce_each_micro_batch = false` as well, gradients
@@ -41,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -56,6 +58,7 @@ from torch.utils.checkpoint import checkpoint
 from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
+from saccade.parallel_dims import LOSS, REPLICAS, SHARDS
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
@@ -125,7 +128,7 @@ def parallelize(
     `seed`: initialization of LoRA adapters. `start`: the state that the stage starts from, if the objective needs a
     frozen copy of its model.
     """
-    strategy = choose_strategy(config, world)
+    strategy = config.strategy_of(world.dims)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype)
     objective = build_objective(
@@ -144,7 +147,7 @@ def parallelize(
     recompute(model.vision.blocks, config.recompute_vision, is_random=has_dropout)
     recompute(model.language.layers, config.recompute_language, is_random=has_dropout)
     if is_sharded:
-        _shard(module, _mesh(config, strategy, world), config, DTYPES[dtype])
+        _shard(module, _mesh(strategy, world), config, DTYPES[dtype])
     _allocate(module, "cpu" if is_sharded and config.offload else world.device)
     masters_device = "cpu" if stage.optimizer.offload else world.device
     masters = load_weights(model, folder, seed=seed, masters_device=masters_device)
@@ -187,25 +190,6 @@ def _frozen_start(folder: Path, stage: StageConfig, start: SavedState, world: Wo
     names = weight_names(start, averaged=True)
     load_tensors(start, {on_disk: parameters[name] for name, on_disk in names.items()}, world)
     return model
-
-
-def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
-    """Resolve `auto` (none for one rank, fsdp for several) and refuse unsupported combinations."""
-    if config.strategy == "auto":
-        if config.offload and world.size == 1:
-            raise ConfigError(
-                "offload requires fsdp, and auto means no sharding on one rank. "
-                "Set parallel.strategy = 'fsdp', or use optimizer.offload"
-            )
-        return "none" if world.size == 1 else "fsdp"
-    if config.strategy == "none" and world.size > 1:
-        raise ConfigError(
-            f"strategy none is for one rank, but there are {world.size}: each would train a separate model. "
-            "Use auto, ddp or fsdp"
-        )
-    if config.strategy == "hsdp" and world.size % (config.shard_size or 1):
-        raise ConfigError(f"{world.size} ranks are not divisible by shard_size {config.shard_size}. Choose a divisor")
-    return config.strategy
 
 
 # ------------------------------------------------------------------ freeze
@@ -284,14 +268,9 @@ def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = Fal
 # ------------------------------------------------------------------ shard
 
 
-def _mesh(config: ParallelConfig, strategy: Strategy, world: World) -> DeviceMesh:
-    """A 1D mesh, or replicas x shards for hsdp; the shards of a replica are neighbouring ranks, on one node."""
-    world.open_local_group()
-    kind = world.device.type
-    if strategy == "fsdp":
-        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    shard_size = config.shard_size or 1
-    return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+def _mesh(strategy: Strategy, world: World) -> DeviceMesh:
+    """A 1D mesh of the shards, or replicas x shards; the shards of a replica are neighbouring ranks, on one node."""
+    return world.mesh(SHARDS) if strategy == "fsdp" else world.mesh(REPLICAS, SHARDS)
 
 
 def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
@@ -324,8 +303,7 @@ def _data_parallel(module: ModelWithLoss, config: ParallelConfig, world: World) 
     """DDP, optionally with a bf16 or PowerSGD communication hook."""
     if config.compress_gradients != "none" and world.device.type != "cuda":
         raise ConfigError(f"compress_gradients = {config.compress_gradients!r} needs GPUs and NCCL. Remove it")
-    world.open_local_group()
-    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(module, process_group=world.mesh(LOSS).get_group(), gradient_as_bucket_view=True)
     if config.compress_gradients == "bf16":
         wrapped.register_comm_hook(None, bf16_compress_hook)
     if config.compress_gradients != "powersgd":

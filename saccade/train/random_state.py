@@ -1,4 +1,4 @@
-"""State of the random generators of Python, numpy and torch: saved with a training state, one per rank."""
+"""State of the random generators of Python, numpy and torch: saved with a training state, one per data rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: SavedState, world: World, seed: int) -> None:
-    """Restore this rank's random generators; a rank without a saved state is seeded."""
+    """Restore the random generators of this data rank; one without a saved state is seeded."""
     saved = json.loads((state.path / RANDOM).read_text(encoding="utf-8"))
-    if world.rank >= len(saved):
-        seed_everything(seed + world.rank)
+    if world.data_rank >= len(saved):
+        seed_everything(seed + world.data_rank)
         return
-    mine = saved[world.rank]
+    mine = saved[world.data_rank]
     version, numbers, gauss = mine["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = mine["numpy"]

@@ -87,7 +87,7 @@ def load_state(
 ) -> Position:
     """Load what the newest state holds for this stage; see the table above."""
     if saved is None:
-        seed_everything(seed + world.rank)
+        seed_everything(seed + world.data_rank)
         return Position(stage=number)
     names = [field.name for field in dataclasses.fields(Position) if field.name in saved.progress]
     position = Position(**{name: saved.progress[name] for name in names})
@@ -101,7 +101,7 @@ def load_state(
         return position
     if stage.continue_optimizer:
         state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"], only_shared=True)
-    seed_everything(seed + world.rank)
+    seed_everything(seed + world.data_rank)
     return Position(
         stage=number,
         step=position.step,

@@ -58,7 +58,7 @@ def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedSt
     names: list[str] = world.broadcast(sorted(path.name for path in folder.glob("step-*")) if world.is_main else None)
     while names:
         path = folder / names.pop()
-        found = world.gather(_defect(path, rank=world.rank, num_ranks=world.size, with_checksums=verify))
+        found = world.gather(_defect(path, world if verify else None))
         defects = [defect for defect in found if defect is not None]
         if not defects:
             return _read(path)
@@ -103,14 +103,15 @@ def _read(path: Path) -> SavedState:
     return SavedState(path, json.loads((path / PROGRESS).read_text(encoding="utf-8")))
 
 
-def _defect(path: Path, *, rank: int = 0, num_ranks: int = 1, with_checksums: bool = False) -> str | None:
-    """Return the first defect of a state, or None; checksums are compared for every `num_ranks`-th file."""
+def _defect(path: Path, world: World | None = None) -> str | None:
+    """Return the first defect of a state, or None; in a `world`, checksums of this rank's share of the files count."""
     try:
         files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        for number, (name, (size, checksum)) in enumerate(files.items()):
+        compared = () if world is None else world.share(list(files))
+        for name, (size, checksum) in files.items():
             if (actual := (path / name).stat().st_size) != size:
                 return f"{name} has {actual} bytes instead of {size}"
-            if with_checksums and number % num_ranks == rank and checksum_of(path / name) != checksum:
+            if name in compared and checksum_of(path / name) != checksum:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"

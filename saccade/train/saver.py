@@ -71,10 +71,15 @@ class Saver:
         name = folder_name(step)
         if self._lacks_space(tensors, name):
             return
-        content = {PROGRESS: dict(progress), RANDOM: self._world.gather(random_state(self._world.device))}
+        content = {PROGRESS: dict(progress), RANDOM: self._random_states()}
         self._running = self._thread.submit(self._write, name, self._copy_to_host(tensors), content)
         if not self._config.background:
             self.finish()
+
+    def _random_states(self) -> list[Any]:
+        """State of the random generators of every data rank."""
+        mine = random_state(self._world.device) if self._world.counts_data else None
+        return [state for state in self._world.gather(mine) if state is not None]
 
     def has(self, step: int) -> bool:
         """Whether the state of a step is on disk, the same on every rank. Waits for the running save."""

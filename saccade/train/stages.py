@@ -59,7 +59,7 @@ def train(
 
 
 def train_in(
-    world: World, config: TrainConfig, *, validate: Validate | None = None, on_export: OnExport | None = None
+    opened: World, config: TrainConfig, *, validate: Validate | None = None, on_export: OnExport | None = None
 ) -> Ending:
     """Train like `train`, in a world that is already open."""
     if config.evaluation.tasks and on_export is None:
@@ -67,6 +67,7 @@ def train_in(
             "evaluation.tasks are evaluated by the command saccade train. Use it, or pass on_export to train()"
         )
     with (
+        opened.arranged(config.parallel.dims(opened.dims.size)) as world,
         catch_stop_signals() as stop_requested,
         _open_run_folder(config, world),
         Saver(config.run / "state", config.checkpoint, world) as saver,
@@ -116,7 +117,8 @@ def _open_run_folder(config: TrainConfig, world: World) -> Iterator[None]:
             _log_changed_settings(config)
             logger.info(
                 "saccade %s, torch %s, python %s; run %s on %d x %s",
-                __version__, torch.__version__, platform.python_version(), config.run, world.size, world.device.type,
+                __version__, torch.__version__, platform.python_version(), config.run,
+                world.dims.size, world.device.type,
             )  # fmt: skip
         yield
 
@@ -196,7 +198,11 @@ def _run_stage(
     )
     guard = Guard(config.guard)
     position = load_state(saved, number, stage, state, guard, world, config.seed)
-    strategy = "single device" if parallel.strategy == "none" else f"{parallel.strategy} on {world.size} ranks"
+    strategy = (
+        "single device"
+        if parallel.strategy == "none"
+        else f"{parallel.strategy} on {world.dims.size} ranks ({world.dims})"
+    )
     logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.model))
     with _open_data(config, stage, position, world) as stream:
         _write_settings(config, world)
@@ -249,7 +255,9 @@ def _open_data(config: TrainConfig, stage: StageConfig, position: Position, worl
     """This rank's data stream, resumed. The main rank opens it first, because it builds a missing index."""
 
     def open_stream() -> Stream:
-        return open_stage_stream(config, stage, state=position.data, rank=world.rank, num_ranks=world.size)
+        return open_stage_stream(
+            config, stage, state=position.data, rank=world.data_rank, num_ranks=world.num_data_ranks
+        )
 
     if world.is_main:
         stream = open_stream()

@@ -22,9 +22,15 @@ NORMALIZER = len(Work._fields)
 """Index of the objective's normaliser in the vector."""
 
 
-def local_step_counters(batch: StepBatch, *, save_failed: bool) -> NDArray[np.float64]:
-    """The counters a rank contributes at the start of a step: the first half of the vector above."""
-    return np.array([*batch.work, batch.num_units, save_failed, *batch.loss_tokens_by_source], dtype=np.float64)
+def local_step_counters(batch: StepBatch, *, save_failed: bool, counts_data: bool = True) -> NDArray[np.float64]:
+    """The counters a rank contributes at the start of a step: the first half of the vector above.
+
+    Of the ranks that read the same data one counts it (`counts_data`); any of them may have failed to save.
+    """
+    counters = np.array([*batch.work, batch.num_units, 0.0, *batch.loss_tokens_by_source], dtype=np.float64)
+    counters *= counts_data
+    counters[NORMALIZER + 1] = save_failed
+    return counters
 
 
 @dataclass(frozen=True)

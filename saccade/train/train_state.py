@@ -59,13 +59,14 @@ class TrainState:
         self.parallel.sync_gradients(
             is_last_micro_batch=is_last_micro_batch, each_micro_batch=self._reduce_each_micro_batch
         )
-        # FSDP and DDP average over the ranks, but the sum is needed: every rank's loss is multiplied by the world size.
-        local_count = count / self._world.size
+        # FSDP and DDP average over the ranks, but the sum is needed: every rank's loss is multiplied by their number.
+        num_ranks = self._world.num_loss_ranks
+        local_count = count / num_ranks
         loss, sums = self.parallel.wrapped(
             batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source, batch.targets
         )
         loss.backward()
-        return loss.detach() / self._world.size, sums
+        return loss.detach() / num_ranks, sums
 
     def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
         """Switch gradients between fp32 and the parameters' dtype, as the module docstring explains."""

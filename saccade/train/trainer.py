@@ -154,7 +154,9 @@ class Trainer:
         requested before the last micro-batch of a step on a CPU, which is then discarded and repeated after a resume.
         """
         device = self._world.device
-        counters = local_step_counters(batch, save_failed=self._saver.failure is not None)
+        counters = local_step_counters(
+            batch, save_failed=self._saver.failure is not None, counts_data=self._world.counts_data
+        )
         totals = self._world.all_sum(to_device(counters, device))
         count = totals[NORMALIZER].clamp(min=1.0).float()
         losses: list[Tensor] = []
@@ -169,7 +171,7 @@ class Trainer:
             losses.append(loss)
             sums += own_sums
         must_stop = to_device(np.array([self._stop_requested.is_set()], dtype=np.float64), device)
-        sums_and_loss = torch.cat([sums, torch.stack(losses).sum()[None]]).double()
+        sums_and_loss = torch.cat([sums, torch.stack(losses).sum()[None]]).double() * self._world.counts_loss
         results = self._world.all_sum(torch.cat([sums_and_loss, must_stop]))
         return losses, torch.cat([totals, results, self._state.grad_norm().double()[None]])
 

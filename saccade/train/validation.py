@@ -105,8 +105,8 @@ class HeldOutValidation:
             self._stage,
             sources=validation.sources,
             num_samples=validation.num_samples,
-            rank=world.rank,
-            num_ranks=world.size,
+            rank=world.data_rank,
+            num_ranks=world.num_data_ranks,
         )
 
     def _score(self, model: ModelWithLoss) -> dict[str, float] | None:
@@ -124,13 +124,13 @@ class HeldOutValidation:
                         of_objective += model.score_objective(one.inputs, one.labels, one.num_loss_tokens, one.targets)
                 if self._world.any(self._stop_requested.is_set()):
                     return None
-        loss, correct, count = self._world.all_sum(total).tolist()
+        loss, correct, count = self._world.all_sum(total * self._world.counts_data).tolist()
         if not count:
             raise DataError(
                 "validation.sources have no loss tokens. Name other shards, or raise validation.num_samples"
             )
         scores = {"loss": loss / count, "accuracy": correct / count}
-        num_units, *sums = self._world.all_sum(of_objective).tolist()
+        num_units, *sums = self._world.all_sum(of_objective * self._world.counts_data).tolist()
         return scores | {
             f"objective_{name}": value / max(1.0, num_units) for name, value in zip(names, sums, strict=True)
         }

@@ -23,8 +23,7 @@ from saccade.data import open_stream
 from saccade.errors import ConfigError
 from saccade.processor import Processor
 from saccade.train.loss import count_labels, next_token_labels
-from saccade.train.parallel_config import ParallelConfig
-from saccade.train.parallelize import choose_strategy, parallelize, trainable_table
+from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.stages import train
 from saccade.world import World
 
@@ -91,7 +90,7 @@ def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(run_root, t
         for name in ("single", "hsdp")
     }
     train(read_recipe(recipes["single"], *settings), device="cpu")
-    hsdp = [*settings, "parallel.strategy=hsdp", "parallel.shard_size=2"]
+    hsdp = [*settings, "parallel.strategy=hsdp", "parallel.shard=2"]
     run_together([{"recipe": str(recipes["hsdp"]), "set": hsdp}], tmp_path, num_ranks=4)
     assert losses(tmp_path / "hsdp") == pytest.approx(losses(tmp_path / "single"), abs=1e-5)
     norms = [records(tmp_path / name)[3]["grad_norm"] for name in recipes]
@@ -254,8 +253,8 @@ def test_parameters_with_a_learning_rate_of_0_are_frozen(checkpoint, tmp_path):
     ("overrides", "words"),
     [
         (["stages.0.optimizer.lr=0"], "nothing would be trained"),
-        (["parallel.shard_size=2"], "shard_size requires strategy"),
-        (["parallel.strategy=hsdp"], "hsdp requires shard_size"),
+        (["parallel.shard_size=2"], "parallel.shard_size is now called shard"),
+        (["parallel.strategy=hsdp"], "'hsdp' requires shard"),
         (["parallel.compress_gradients=bf16"], "requires strategy = 'ddp'"),
         (["parallel.strategy=ddp", "parallel.offload=true"], "offload requires fsdp"),
         (["parallel.strategy=ddp", "parallel.compress_gradients=powersgd"], "needs GPUs and NCCL"),
@@ -264,18 +263,3 @@ def test_parameters_with_a_learning_rate_of_0_are_frozen(checkpoint, tmp_path):
 def test_unsupported_settings_are_refused(checkpoint, tmp_path, overrides, words):
     with pytest.raises(ConfigError, match=words):
         built(checkpoint, tmp_path, *overrides)
-
-
-def test_the_strategy_follows_from_the_ranks():
-    worlds = {size: World(0, size, 0, torch.device("cpu")) for size in (1, 8)}
-    assert choose_strategy(ParallelConfig(), worlds[1]) == "none"
-    assert choose_strategy(ParallelConfig(), worlds[8]) == "fsdp"
-    assert choose_strategy(ParallelConfig(offload=True), worlds[8]) == "fsdp"
-    with pytest.raises(
-        ConfigError, match=r"offload requires fsdp, and auto means no sharding on one rank\. Set parallel"
-    ):
-        choose_strategy(ParallelConfig(offload=True), worlds[1])
-    with pytest.raises(ConfigError, match="each would train a separate model"):
-        choose_strategy(ParallelConfig(strategy="none"), worlds[8])
-    with pytest.raises(ConfigError, match="8 ranks are not divisible by shard_size 3"):
-        choose_strategy(ParallelConfig(strategy="hsdp", shard_size=3), worlds[8])

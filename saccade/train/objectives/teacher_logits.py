@@ -105,7 +105,7 @@ class _Writer:
         data = self.stage.data
         missing = missing_shards(self.wanted, index, source.rules, data.resize, data.max_seq_len)
         num_shards = num_tokens = 0
-        for shard in missing[self.world.rank :: self.world.size]:
+        for shard in self.world.share(missing):
             too_long: list[int] = []
             items = self._items(index, shard, source, too_long)
             conversations = [one for packed in self._packed(items) for one in self._compute(packed)]
