@@ -32,10 +32,10 @@ from saccade.engine import CompletionDelta, Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import Message
-from saccade.engine.core.step_sizes import StepSize
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.results import StepHandle
 from saccade.engine.device.runner import PixelScale, Runner
+from saccade.engine.device.step_inputs import StepSize
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.request import RequestOutput
 from saccade.engine.sampling_params import SamplingParams

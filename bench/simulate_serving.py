@@ -22,7 +22,7 @@ from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest
 from saccade.engine.core.step import ENCODER_PARTS, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.engine.core.step_runner import DeviceCounters, DeviceInfo
-from saccade.engine.core.step_sizes import step_size
+from saccade.engine.device.step_inputs import step_size
 from saccade.engine.request import ImageSpan, Request
 from saccade.engine.sampling_params import SamplingParams
 from saccade.processor.patches import ImageSettings

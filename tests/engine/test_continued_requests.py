@@ -229,9 +229,9 @@ def grammar_is_not_advanced(monkeypatch):
     take_compiled = GrammarRequests.take_compiled
 
     def take_at_the_start(self, request_id):
-        message, compiled = self._compiling[request_id]
+        message, compiled = self.compiling[request_id]
         start = replace(message, request=replace(message.request, output_ids=()))
-        self._compiling[request_id] = start, compiled
+        self.compiling[request_id] = start, compiled
         _, failure = take_compiled(self, request_id)
         return message, failure
 

@@ -5,18 +5,11 @@ import itertools
 import pytest
 import torch
 
-from saccade.engine.core.step_sizes import (
-    MAX_CHUNKS,
-    MAX_DRAFTING,
-    STEP_TOKENS,
-    StepSize,
-    declared_sizes,
-    largest_step,
-    prefill_with_decode,
-    step_size,
-)
+from saccade.engine.core.step import MAX_CHUNKS, MAX_DRAFTING, STEP_TOKENS
+from saccade.engine.core.step_budget import prefill_with_decode
 from saccade.engine.device import cuda_graphs
 from saccade.engine.device.cuda_graphs import CudaGraphs
+from saccade.engine.device.step_inputs import StepSize, declared_sizes, largest_step, step_size
 
 
 def decode_size(num_decode, max_requests=256):

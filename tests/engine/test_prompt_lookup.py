@@ -14,10 +14,9 @@ from model.hugging_face import SHAPES, make_checkpoint
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.prompt_lookup import PromptLookup, min_rate
 from saccade.engine.core.request_state import RequestState
-from saccade.engine.core.step import Chunk
+from saccade.engine.core.step import MAX_DRAFTING, Chunk
 from saccade.engine.core.step_budget import StepBudget
-from saccade.engine.core.step_sizes import MAX_DRAFTING
-from saccade.engine.device.step_inputs import InputBuilder, InputSizes, RequestInputs, split
+from saccade.engine.device.step_inputs import InputBuilder, RequestInputs, StepSize, split
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import ImageSpan, Request
 from saccade.engine.sampling_params import SamplingParams
@@ -250,7 +249,8 @@ CONFIG = EngineConfig(num_pages=400, page_size=8, max_length=300, max_requests=8
 def generate(folder, prompts, sampling, **changes):
     core = make_core(folder, dataclasses.replace(CONFIG, **changes))
     requests = [(request_of(f"r{number}", prompt, sampling), prompt) for number, prompt in enumerate(prompts)]
-    return core.statistics, [collected.token_ids for collected in run_all(core, requests)]
+    outputs = [collected.token_ids for collected in run_all(core, requests)]
+    return core.statistics, outputs
 
 
 def text_prompt(token_ids):
@@ -353,8 +353,8 @@ def test_drafts_follow_the_first_token_of_their_chunk(reads_last_token):
     start = 6 if reads_last_token else 5
     chunk = Chunk("r", 1, start, 4, (3, 5, 7), (), reads_last_token, (21, 22, 23), True)
     builder.append_pages([chunk])
-    sizes = InputSizes(num_tokens=4, num_requests=1, num_samples=4)
-    out = split(np.zeros(sizes.total, np.int32), sizes)
+    size = StepSize(num_tokens=4, num_decode=0, num_chunks=1, num_samples=4)
+    out = split(np.zeros(size.total, np.int32), size)
     builder.fill(out, 0, [], [chunk], {"r": inputs})
     assert out.token_ids.tolist() == [0 if reads_last_token else 105, 21, 22, 23]
     assert out.last_token_slots.tolist() == [1 if reads_last_token else 2, 2, 2, 2]

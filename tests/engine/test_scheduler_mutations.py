@@ -229,9 +229,9 @@ def begin_a_pass_while_another_one_is_in_progress(monkeypatch):
     begin_plan = ImagePolicy.begin_plan
 
     def begin_with_an_idle_encoder(self, *args):
-        in_progress, self._pass = self._pass, None
+        in_progress, self.current_pass = self.current_pass, None
         begin_plan(self, *args)
-        self._pass = in_progress
+        self.current_pass = in_progress
 
     monkeypatch.setattr(ImagePolicy, "begin_plan", begin_with_an_idle_encoder)
 
@@ -260,7 +260,7 @@ def forget_the_pass_in_progress(monkeypatch):
     finish = ImagePolicy.finish
 
     def forget_and_finish(self, results):
-        self._pass = None
+        self.current_pass = None
         return finish(self, results)
 
     monkeypatch.setattr(ImagePolicy, "finish", forget_and_finish)
@@ -270,9 +270,9 @@ def keep_a_pass_in_progress_that_has_failed(monkeypatch):
     finish = ImagePolicy.finish
 
     def finish_and_keep(self, results):
-        in_progress = self._pass
+        in_progress = self.current_pass
         failed = finish(self, results)
-        self._pass = in_progress
+        self.current_pass = in_progress
         return failed
 
     monkeypatch.setattr(ImagePolicy, "finish", finish_and_keep)

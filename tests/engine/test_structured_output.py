@@ -94,7 +94,7 @@ def test_a_mask_that_cannot_be_computed_fails_its_request_alone(engine):
     """The library refuses the matcher of one of two requests after some tokens."""
     grammar = {"structured": {"regex": "[0-9]{200}"}, "max_tokens": 250, "temperature": 1.0, "seed": 1}
     ended, ids = [Future(), Future()], []
-    states = core_of(engine)._grammars._states
+    states = core_of(engine)._grammars.states
 
     def on_delta(number, delta):
         if number == 0 and len(ids) == 2 and ids[0] in states:

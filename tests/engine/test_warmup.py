@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade.engine import Engine, SamplingParams
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import step_sizes
+from saccade.engine.device import step_inputs
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.startup import (
     _with_few_layers,
@@ -51,7 +51,7 @@ def test_a_model_with_few_layers_has_layers_of_every_kind(full):
     "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
 )
 def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
-    monkeypatch.setattr(step_sizes, "STEP_TOKENS", (16, 64))  # on a CPU the larger sizes test nothing more
+    monkeypatch.setattr(step_inputs, "STEP_TOKENS", (16, 64))  # on a CPU the larger sizes test nothing more
     config = dataclasses.replace(ENGINE, **({"max_requests": 5} | engine))
     compile_all_sizes(small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32))
 

@@ -72,10 +72,14 @@ class ImagePlan(NamedTuple):
     """Parts of the whole pass that begins; 0 if none does."""
 
 
+NO_IMAGES = ImagePlan((), 0, 0)
+
+
 class ImagePolicy:
     """Groups the images of all requests into vision encoder passes.
 
-    Each plan calls `begin_plan`, then `enter` and `leave` for each chunk, then `end_plan`.
+    A plan calls `begin_plan`, then `enter` and `leave` for each chunk, then `end_plan`. A plan without images calls
+    none of them while no pass is in progress.
     """
 
     def __init__(self, cache: EncoderCache, max_patches: int) -> None:
@@ -83,7 +87,8 @@ class ImagePolicy:
         self.cache = cache
         self._max_patches = max_patches
         self._encoding: dict[bytes, _Encoding] = {}  # by salted key
-        self._pass: _Pass | None = None
+        self.current_pass: _Pass | None = None
+        """The pass in progress."""
         self._quarantine: dict[bytes, None] = {}  # keys of images that could not be encoded, oldest first
         # State of the plan that is being made.
         self._images: list[ImageToEncode] = []
@@ -105,8 +110,8 @@ class ImagePolicy:
 
     def next_pass(self, states: Iterable[RequestState], max_patches: int) -> NextPass | None:
         """The pass in progress, or the one that could begin with up to `max_patches` patches."""
-        if self._pass is not None:
-            return NextPass(self._pass.num_patches, self._pass.num_parts, self._pass.parts_left)
+        if self.current_pass is not None:
+            return NextPass(self.current_pass.num_patches, self.current_pass.num_parts, self.current_pass.parts_left)
         num_patches, max_patches = 0, min(max_patches, self._max_patches)
         seen: set[bytes] = set()
         for state in states:
@@ -136,7 +141,7 @@ class ImagePolicy:
 
     def first_unreadable(self, state: RequestState) -> int | None:
         """First token of the first image that the next step can only read if it runs parts of the encoder."""
-        in_progress = None if self._pass is None else self._pass.number
+        in_progress = None if self.current_pass is None else self.current_pass.number
         for index in range(state.first_image, len(state.image_keys)):
             key = state.image_keys[index]
             if not self.cache.contains(key) or not self._is_complete(key, in_progress):
@@ -153,11 +158,11 @@ class ImagePolicy:
         """Begin plan `number`. It can begin a pass only if none is in progress."""
         self._images, self._to_release, self._is_cache_full = [], [], False
         self._number, self._num_parts, self._patches_left, self._unreadable = number, turn.num_parts, 0, None
-        if self._pass is None:
+        if self.current_pass is None:
             if turn.num_parts:
                 self._patches_left = min(turn.max_patches or self._max_patches, self._max_patches)
-        elif turn.num_parts < self._pass.parts_left:
-            self._unreadable = self._pass.number
+        elif turn.num_parts < self.current_pass.parts_left:
+            self._unreadable = self.current_pass.number
 
     @property
     def has_room(self) -> bool:
@@ -240,17 +245,18 @@ class ImagePolicy:
         if self._images:
             num_patches = self._planned_patches()
             pass_parts = self._parts_of(num_patches)
-            self._pass = _Pass(self._number, num_patches, pass_parts)
+            self.current_pass = _Pass(self._number, num_patches, pass_parts)
+        self._patches_left = 0
         return ImagePlan(tuple(self._images), self._advance(), pass_parts)
 
     def _advance(self) -> int:
         """Take parts of the pass in progress into the plan; returns how many."""
-        if self._pass is None:
+        if self.current_pass is None:
             return 0
-        num_parts = min(self._num_parts, self._pass.parts_left)
-        self._pass.parts_left -= num_parts
-        if not self._pass.parts_left:
-            self._pass = None
+        num_parts = min(self._num_parts, self.current_pass.parts_left)
+        self.current_pass.parts_left -= num_parts
+        if not self.current_pass.parts_left:
+            self.current_pass = None
         return num_parts
 
     # ---- results
@@ -269,8 +275,10 @@ class ImagePolicy:
             if failure.kind != "out_of_memory":
                 self._put_into_quarantine(encoding.image_key)
             failed.append((key, failure))
-        if self._pass is not None and self._pass.number not in {one.pass_number for one in self._encoding.values()}:
-            self._pass = None  # the pass failed; its images were encoded again at once, or failed
+        if self.current_pass is not None and self.current_pass.number not in {
+            one.pass_number for one in self._encoding.values()
+        }:
+            self.current_pass = None  # the pass failed; its images were encoded again at once, or failed
         return failed
 
     def _put_into_quarantine(self, key: bytes) -> None:

@@ -15,18 +15,17 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.adapters import Adapters
 from saccade.engine.core.deadlines import RequestDeadlines
-from saccade.engine.core.drafting import Drafting
 from saccade.engine.core.encoder_cache import EncoderCache
 from saccade.engine.core.grammar.grammars import Grammars
 from saccade.engine.core.grammar_requests import GrammarRequests
-from saccade.engine.core.image_policy import EncoderTurn, NextPass
+from saccade.engine.core.image_policy import EncoderTurn
 from saccade.engine.core.messages import (
     AdapterRead,
     AddAdapter,
@@ -42,12 +41,12 @@ from saccade.engine.core.messages import (
     StopProfile,
 )
 from saccade.engine.core.pages import PagePool
+from saccade.engine.core.prompt_lookup import Drafting
 from saccade.engine.core.scheduler import Limits, Scheduler
 from saccade.engine.core.statistics import Statistics, StatisticsCounter
-from saccade.engine.core.step import StepPlan
-from saccade.engine.core.step_budget import StepBudget, StepShare
+from saccade.engine.core.step import MAX_CHUNKS, MAX_PREFILL, StepPlan
+from saccade.engine.core.step_budget import StepBudget, StepShare, prefill_with_decode
 from saccade.engine.core.step_runner import DeviceError, DeviceInfo, StepHandle, StepRunner
-from saccade.engine.core.step_sizes import MAX_CHUNKS, MAX_PREFILL, prefill_with_decode
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
 from saccade.errors import RequestError
@@ -115,12 +114,14 @@ class EngineCore:
         self.inbox: Inbox = queue.SimpleQueue()
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests
-        self._drafting = Drafting(device.max_draft_tokens, is_cpu=device.is_cpu)
+        self._drafting: Drafting | None = None
+        if device.max_draft_tokens:
+            self._drafting = Drafting(device.max_draft_tokens, is_cpu=device.is_cpu)
         self.scheduler = Scheduler(
             limits_of(config, device),
             PagePool(device.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
-            self._drafting.lookup,
+            None if self._drafting is None else self._drafting.lookup,
         )
         self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, MAX_PREFILL))
         self._grammars = GrammarRequests(grammars, self.inbox.put, clock)
@@ -140,7 +141,7 @@ class EngineCore:
         }
         self._in_flight: _InFlight | None = None
         self._last_read_at = self._last_step_s = self._launch_s = 0.0
-        self._is_checked = True
+        self._is_checked, self._is_closed = True, False
 
     @property
     def has_work(self) -> bool:
@@ -149,8 +150,10 @@ class EngineCore:
 
     @property
     def statistics(self) -> Statistics:
-        """Counters since the start."""
-        return self._counter.statistics
+        """Counters since the start, and the current state. Any thread may read them."""
+        if self._is_closed:
+            return self._counter.statistics
+        return self._counter.read(self.scheduler, len(self._grammars.compiling), self._step_budget, self._runner)
 
     # -------------------------------------------------------------- a step
 
@@ -201,11 +204,13 @@ class EngineCore:
         if not num_decoding:
             return StepDecision(MAX_PREFILL, EncoderTurn())
         work = scheduler.work_left()
-        budget.observe_queue(work.num_requests, work.num_prompt_tokens, encode_ms(work.num_patches))
+        queued_ms = encode_ms(work.num_patches) if work.num_patches else 0.0
+        budget.observe_queue(work.num_requests, work.num_prompt_tokens, queued_ms)
         max_patches = scheduler.limits.max_encoder_patches if budget.has_backlog else _SHORT_PASS
-        next_pass = scheduler.next_pass(max_patches) or NextPass(0, 1, 0)
-        part_ms = encode_ms(next_pass.num_patches) / next_pass.num_parts
-        share = budget.share(work.num_ready_tokens, part_ms=part_ms, parts_left=next_pass.parts_left)
+        part_ms, parts_left = 0.0, 0
+        if (next_pass := scheduler.next_pass(max_patches)) is not None:
+            part_ms, parts_left = encode_ms(next_pass.num_patches) / next_pass.num_parts, next_pass.parts_left
+        share = budget.share(work.num_ready_tokens, part_ms=part_ms, parts_left=parts_left)
         if share is None:
             share = StepShare(MAX_PREFILL, encoder_parts=1)
         num_prompt_tokens = prefill_with_decode(share.num_tokens, num_decoding)
@@ -214,21 +219,27 @@ class EngineCore:
     def _plan(self, decision: StepDecision) -> StepPlan | None:
         """Plan the next step. None: nothing can be computed before the step in flight is read."""
         scheduler = self.scheduler
-        deferred = self._grammars.deferred(self._last_step_s, scheduler.num_decoding, scheduler.find)
+        deferred: Collection[str] = ()
+        if self._grammars.states:
+            deferred = self._grammars.deferred(self._last_step_s, scheduler.num_decoding, scheduler.find)
         return scheduler.plan(decision.num_prompt_tokens, deferred, decision.turn)
 
     def _run(self, plan: StepPlan) -> _InFlight:
         """Launch a step, and its sampling unless that has to wait for masks."""
         step = _InFlight(plan, self._runner.forward(plan), self._clock())
-        if self._grammars.are_masks_ready(plan):
+        if not self._grammars.states or self._grammars.are_masks_ready(plan):
             self._sample(step)
-        self._counter.count_launch(plan, step.num_prompt_tokens, self.scheduler, self._runner.counters())
-        self._drafting.count_launch(plan, self.statistics)
+        statistics = self._counter.statistics
+        statistics.num_steps += 1
+        statistics.num_prompt_tokens += step.num_prompt_tokens
+        if plan.images or plan.started:
+            self._counter.count_starts(plan)
         return step
 
     def _sample(self, step: _InFlight) -> None:
         if step.handle is None:
-            step.handle = self._runner.sample(step.forward, self._grammars.take_masks(step.plan))
+            masks = self._grammars.take_masks(step.plan) if self._grammars.states else None
+            step.handle = self._runner.sample(step.forward, masks)
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None] | None) -> None:
         """Handle messages while a step runs."""
@@ -247,21 +258,23 @@ class EngineCore:
         """Read a step and update requests, the step budget, grammars, drafting and statistics."""
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
-        outputs = [self._grammars.with_failure(output) for output in self.scheduler.update(step.plan, result)]
+        outputs = self.scheduler.update(step.plan, result)
         previous, self._last_read_at = self._last_read_at, self._clock()
         if step.plan.chunks:
             self._last_step_s = self._last_read_at - max(step.started_at, previous)
             self._step_budget.observe(result.duration_s * 1e3, step.num_prompt_tokens, step.num_decode_tokens)
-            self._counter.count_times(self._step_budget, self._runner.encode_ms)
-        self._grammars.accept(result)
-        self._drafting.learn(step.plan, result, self.scheduler, self.statistics, self._step_budget.token_cost)
-        self._counter.count_result(result)
-        return outputs
+        if result.images:
+            self._counter.count_encoded(result.images)
+        if self._drafting is not None:
+            statistics, token_cost = self._counter.statistics, self._step_budget.token_cost
+            self._drafting.learn(step.plan, result, self.scheduler, statistics, token_cost)
+        return self._grammars.update(result, outputs) if self._grammars.states else outputs
 
     def _start_masks(self, read: _InFlight | None, launched: _InFlight | None) -> None:
         """Start computing the masks after the tokens just read, and the masks that the step in flight waits for."""
-        plans = [] if launched is None or launched.handle is not None else [launched.plan]
-        self._grammars.start_masks(plans + ([] if read is None else [read.plan]), self.scheduler.find)
+        if self._grammars.states:
+            plans = [] if launched is None or launched.handle is not None else [launched.plan]
+            self._grammars.start_masks(plans + ([] if read is None else [read.plan]), self.scheduler.find)
 
     # -------------------------------------------------------------- messages
 
@@ -272,8 +285,8 @@ class EngineCore:
     def _open(self, message: AddRequest) -> list[RequestOutput]:
         """Open a request. A request with a grammar is added to the scheduler once the grammar is compiled."""
         request = message.request
-        num_open = self.scheduler.num_running + self.scheduler.num_waiting + self._grammars.num_compiling
-        self._deadlines.add(request, self._clock(), num_open, self._is_open)
+        num_open = self.scheduler.num_running + self.scheduler.num_waiting + len(self._grammars.compiling)
+        self._deadlines.add_request(request, self._clock(), num_open, self._is_open)
         vocab_size = self.info.vocab_size
         unknown = next((token_id for token_id in request.output_ids if not 0 <= token_id < vocab_size), None)
         if unknown is not None:
@@ -296,7 +309,7 @@ class EngineCore:
 
     @property
     def _is_full(self) -> bool:
-        return self.scheduler.num_waiting + self._grammars.num_compiling >= self._max_waiting
+        return self.scheduler.num_waiting + len(self._grammars.compiling) >= self._max_waiting
 
     def _add(self, request: Request, prompt: TokenPrompt) -> list[RequestOutput]:
         if self._is_full:
@@ -335,14 +348,17 @@ class EngineCore:
 
     def _expire(self) -> list[RequestOutput]:
         """End requests whose deadline has passed."""
-        due = self._deadlines.pop_due(self._clock(), self.scheduler.find)
+        now = self._clock()
+        if self._deadlines.next_at > now:
+            return []
+        due = self._deadlines.pop_failures(now, self.scheduler.find)
         return [output for request_id, failure in due for output in self._end_request(request_id, "failed", failure)]
 
     def _fail_grammars(self) -> list[RequestOutput]:
         """End requests whose grammar cannot continue."""
         return [
             output
-            for request_id, failure in self._grammars.failed()
+            for request_id, failure in (self._grammars.failed() if self._grammars.states else ())
             for output in self._end_request(request_id, "failed", failure)
         ]
 
@@ -356,14 +372,21 @@ class EngineCore:
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """Count outputs, and drop the state of requests that ended."""
-        self._counter.count_outputs(outputs)
+        statistics = self._counter.statistics
         for output in outputs:
+            statistics.num_output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
-                self._runner.unregister(output.request_id)
-                for feature in (self._grammars, self._adapters, self._drafting):
-                    feature.forget(output.request_id)
-        self._counter.count_queues(self.scheduler, self._grammars.num_compiling)
+                self._forget(output)
         return list(outputs)
+
+    def _forget(self, output: RequestOutput) -> None:
+        """Drop the state of a request that ended, given its last output."""
+        self._counter.count_ended(output)
+        self._runner.unregister(output.request_id)
+        self._grammars.forget(output.request_id)
+        self._adapters.forget(output.request_id)
+        if self._drafting is not None:
+            self._drafting.lookup.forget(output.request_id)
 
     def _flush(self, message: FlushCaches) -> list[RequestOutput]:
         self.scheduler.pages.flush()
@@ -383,8 +406,8 @@ class EngineCore:
     def idle_s(self) -> float | None:
         """Seconds to wait for messages before calling `idle`, while there is no work. None: wait without limit."""
         waits = [_IDLE_S] if self.wants_check else []
-        if self._grammars.num_compiling and (next_at := self._deadlines.next_at) is not None:
-            waits.append(max(0.0, next_at - self._clock()))
+        if self._grammars.compiling and self._deadlines.next_at < math.inf:
+            waits.append(max(0.0, self._deadlines.next_at - self._clock()))
         return min(waits, default=None)
 
     def idle(self) -> list[RequestOutput]:
@@ -412,6 +435,8 @@ class EngineCore:
     def close(self) -> None:
         """Free the device memory. The core cannot be used any more."""
         self._in_flight = None
+        _ = self.statistics  # the last state of the runner
+        self._is_closed = True
         self._adapters.close()
         self._runner.close()
         self._grammars.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
-from saccade.engine.core.image_policy import ImagePolicy
+from saccade.engine.core.image_policy import NO_IMAGES, EncoderTurn, ImagePolicy
 from saccade.engine.core.pages import PagePool
 from saccade.engine.core.request_state import Queues, RequestState
 from saccade.engine.core.step import Chunk, SlotStart, StepPlan
@@ -65,15 +65,20 @@ class StepPlanner:
         self._started: list[SlotStart] = []
         self._pages_to_free: list[int] = []
 
-    def make(self, number: int) -> StepPlan:
+    def make(self, number: int, turn: EncoderTurn) -> StepPlan:
         """Make the plan. No request starts if a running one had to be preempted."""
         num_running = len(self._queues.running)
-        self._schedule_running()
+        with_images = [state.has_images_left for state in self._queues.running]
+        uses_encoder = any(with_images) or len(self._queues.waiting) > 0 or self._images.current_pass is not None
+        if uses_encoder:
+            self._images.begin_plan(number, turn)
+        self._schedule_running(with_images)
         if len(self._queues.running) == num_running:
             self._start_waiting()
         # Pages that this step copies from are freed now, so that only later steps can write to them.
-        self._pages.free(self._pages_to_free)
-        images = self._images.end_plan()
+        if self._pages_to_free:
+            self._pages.free(self._pages_to_free)
+        images = self._images.end_plan() if uses_encoder else NO_IMAGES
         return StepPlan(
             number=number,
             chunks=tuple(self._chunks),
@@ -86,13 +91,12 @@ class StepPlanner:
 
     # ---- running requests
 
-    def _schedule_running(self) -> None:
+    def _schedule_running(self, with_images: Sequence[bool]) -> None:
         running = self._queues.running
         if self._drafter is None and not self._deferred:
             all_uncomputed = [state.num_uncomputed for state in running]
         else:
             all_uncomputed = [self._num_uncomputed(state) for state in running]
-        with_images = [state.has_images_left for state in running]
         self._num_decoding = list(zip(all_uncomputed, with_images, strict=True)).count((1, False))
         for index, num_uncomputed in enumerate(all_uncomputed):
             if index >= len(running):  # only this request or later ones can have been preempted

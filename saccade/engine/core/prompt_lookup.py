@@ -22,10 +22,13 @@ and are never drafted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from saccade.engine.core.request_state import RequestState
+from saccade.engine.core.scheduler import Scheduler
+from saccade.engine.core.statistics import Statistics
+from saccade.engine.core.step import MAX_DRAFTING, StepPlan, StepResult
 from saccade.engine.request import ImageSpan
 
 START_RATE = 0.5
@@ -40,6 +43,40 @@ _TOKENS_AT_ONCE = 4096
 """Maximum tokens indexed per call, which takes about 3 ms. A longer prompt takes several calls."""
 _MAX_TOKENS = 32768
 """Maximum tokens of a prompt that are indexed, its last ones: the table takes about 300 bytes per token."""
+
+
+class Drafting:
+    """Keeps `lookup` up to date with the steps of the engine loop: which requests draft, and what they may draft."""
+
+    def __init__(self, max_draft_tokens: int, *, is_cpu: bool) -> None:
+        """`max_draft_tokens`: maximum drafts per request and step, 1 or more."""
+        self._max_draft_tokens, self._is_cpu = max_draft_tokens, is_cpu
+        self.lookup = PromptLookup(weight=WEIGHT_ON_CPU if is_cpu else WEIGHT)
+        """Proposes drafts to the planner."""
+
+    def learn(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        scheduler: Scheduler,
+        statistics: Statistics,
+        token_cost: Callable[[int], float],
+    ) -> None:
+        """Count the drafts of a step and compare new tokens with predicted ones. `token_cost`: see `StepBudget`."""
+        for chunk, given in zip(plan.chunks, result.chunks, strict=True):
+            if chunk.drafts:
+                statistics.num_draft_tokens += len(chunk.drafts)
+                statistics.num_accepted_draft_tokens += max(0, len(given.token_ids) - 1)
+        if self._is_cpu:
+            num_decoding = sum([chunk.reads_last_token for chunk in plan.chunks])
+            self.lookup.set_cost(token_cost(num_decoding), self._max_draft_tokens)
+        elif scheduler.num_running > MAX_DRAFTING:
+            self.lookup.pause()
+            return
+        for chunk, given in zip(plan.chunks, result.chunks, strict=True):
+            state = scheduler.find(chunk.request_id)
+            if state is not None:
+                self.lookup.observe(state, len(given.token_ids), len(chunk.drafts))
 
 
 @dataclass(eq=False)

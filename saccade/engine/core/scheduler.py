@@ -157,6 +157,9 @@ class Scheduler:
 
     def next_pass(self, max_patches: int) -> NextPass | None:
         """The encoder pass in progress, or the one that could begin with up to `max_patches` patches."""
+        states = self._queues.in_order()
+        if self.images.current_pass is None and not any(state.next_image < len(state.image_keys) for state in states):
+            return None
         return self.images.next_pass(self._queues.in_order(), max_patches)
 
     def find(self, request_id: str) -> RequestState | None:
@@ -240,8 +243,8 @@ class Scheduler:
         """
         while True:
             num_running = self.num_running
-            planner = self._planner(token_budget, deferred, turn)
-            plan = planner.make(self._num_planned)
+            planner = self._planner(token_budget, deferred)
+            plan = planner.make(self._num_planned, turn if self._is_decoding else EncoderTurn())
             if plan.chunks or plan.encoder_parts or plan.started:
                 self._num_planned += 1
                 self._in_flight.append(_InFlight(plan, planner.planned))
@@ -254,10 +257,11 @@ class Scheduler:
         )
         return None
 
-    def _planner(self, token_budget: int | None, deferred: Container[str], turn: EncoderTurn) -> StepPlanner:
-        if not any(state.is_decoding for state in self._queues.running):
-            turn = EncoderTurn()
-        self.images.begin_plan(self._num_planned, turn)
+    @property
+    def _is_decoding(self) -> bool:
+        return any(state.is_decoding for state in self._queues.running)
+
+    def _planner(self, token_budget: int | None, deferred: Container[str]) -> StepPlanner:
         limits = self.limits
         num_prompt_tokens = limits.max_step_tokens if token_budget is None else max(1, token_budget)
         step = StepLimits(limits.max_step_tokens, num_prompt_tokens, limits.max_step_chunks, limits.max_draft_tokens)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from saccade.engine.core.scheduler import Scheduler
-from saccade.engine.core.step import EncodeResult, StepPlan, StepResult
+from saccade.engine.core.step import EncodeResult, StepPlan
 from saccade.engine.core.step_budget import StepBudget
-from saccade.engine.core.step_runner import DeviceCounters
+from saccade.engine.core.step_runner import StepRunner
 from saccade.engine.core.time_histogram import TimeHistogram
 from saccade.engine.request import RequestOutput
 
@@ -59,7 +59,7 @@ class Statistics:
 
 
 class StatisticsCounter:
-    """Updates the statistics from the loop's reports. One thread counts; any thread may read `statistics`."""
+    """Counts events and measures waiting times. One thread counts; any thread may read `statistics`."""
 
     def __init__(self, num_free_pages: int, clock: Callable[[], float]) -> None:
         self.statistics = Statistics(num_free_pages=num_free_pages)
@@ -72,21 +72,7 @@ class StatisticsCounter:
         """Start measuring how long a request waits for a slot."""
         self._added_at[request_id] = self._clock()
 
-    def count_launch(
-        self, plan: StepPlan, num_prompt_tokens: int, scheduler: Scheduler, device: DeviceCounters
-    ) -> None:
-        """Count a step when it is launched."""
-        statistics = self.statistics
-        statistics.num_steps += 1
-        statistics.num_prompt_tokens += num_prompt_tokens
-        statistics.num_preemptions = scheduler.num_preemptions
-        statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
-        statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
-        statistics.num_late_captures, statistics.num_late_compiles, statistics.num_eager_steps = device
-        if plan.images or plan.started:
-            self._count_starts(plan)
-
-    def _count_starts(self, plan: StepPlan) -> None:
+    def count_starts(self, plan: StepPlan) -> None:
         """Count the requests that get a slot and the images that a plan encodes."""
         now = self._clock()
         self.statistics.num_images_encoded += len(plan.images)
@@ -96,37 +82,33 @@ class StatisticsCounter:
         self.statistics.queue_counts = self._queue_times.counts
         self.statistics.queue_total_s = self._queue_times.total_s
 
-    def count_result(self, result: StepResult) -> None:
-        """Count a step when its result is read."""
-        if result.images:
-            self._count_encoded(result.images)
-
-    def _count_encoded(self, results: Sequence[EncodeResult]) -> None:
+    def count_encoded(self, results: Sequence[EncodeResult]) -> None:
+        """Count images whose encoding has ended."""
         now = self._clock()
         self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
         self.statistics.encode_counts = self._encode_times.counts
         self.statistics.encode_total_s = self._encode_times.total_s
 
-    def count_times(self, budget: StepBudget, encode_ms: Callable[[int], float]) -> None:
-        """Set the measured times of steps and of the encoder."""
-        self.statistics.step_s = budget.expected_ms(1) / 1e3
-        self.statistics.token_s = budget.token_ms / 1e3
-        self.statistics.patch_s = encode_ms(_PATCHES) / _PATCHES / 1e3
-
-    def count_outputs(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count output tokens and ended requests."""
+    def count_ended(self, output: RequestOutput) -> None:
+        """Count a request that has ended, given its last output."""
+        assert output.finish_reason is not None, f"request {output.request_id} has ended"
         statistics = self.statistics
-        for output in outputs:
-            statistics.num_output_tokens += len(output.token_ids)
-            if output.finish_reason is not None:
-                self._added_at.pop(output.request_id, None)
-                statistics.num_failures += output.failure is not None
-                statistics.num_cached_tokens += output.num_cached_tokens
-                statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
+        self._added_at.pop(output.request_id, None)
+        statistics.num_failures += output.failure is not None
+        statistics.num_cached_tokens += output.num_cached_tokens
+        statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
 
-    def count_queues(self, scheduler: Scheduler, num_compiling: int) -> None:
-        """Set the current numbers of requests and free pages."""
+    def read(self, scheduler: Scheduler, num_compiling: int, budget: StepBudget, runner: StepRunner) -> Statistics:
+        """The statistics, with the current state of the queues, the caches, the step times and the device."""
         statistics = self.statistics
         statistics.num_running = scheduler.num_running
         statistics.num_waiting = scheduler.num_waiting + num_compiling
         statistics.num_free_pages = scheduler.pages.num_free
+        statistics.num_preemptions = scheduler.num_preemptions
+        statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
+        statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
+        statistics.num_late_captures, statistics.num_late_compiles, statistics.num_eager_steps = runner.counters()
+        statistics.step_s = budget.expected_ms(1) / 1e3
+        statistics.token_s = budget.token_ms / 1e3
+        statistics.patch_s = runner.encode_ms(_PATCHES) / _PATCHES / 1e3
+        return statistics

@@ -56,6 +56,14 @@ class SlotStart(NamedTuple):
     """Known output tokens, from before a preemption or from another engine; they are computed like a prompt."""
 
 
+STEP_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 4352)
+"""Tokens of captured steps with prefill. Larger steps run eagerly: the device is slower than their launch."""
+MAX_PREFILL = 4096
+"""Maximum prefill tokens of a step while no request decodes."""
+MAX_CHUNKS = 32
+"""Prefill requests of every captured step with prefill: a padding request without tokens costs next to nothing."""
+MAX_DRAFTING = 8
+"""Maximum running requests with which drafts pay on a GPU (`prompt_lookup.py`)."""
 ENCODER_PARTS = 4
 """Parts of a vision encoder pass, with about equally many blocks. A larger image has a multiple of these parts."""
 

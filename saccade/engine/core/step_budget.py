@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from saccade.engine.core.step import STEP_TOKENS
+
 MIN_TOKENS = 16
 """Minimum prompt-token budget of a step, so that prompts always make progress."""
 _INITIAL_TOKENS = 256
@@ -172,3 +174,9 @@ class StepBudget:
         trust = (_SPREAD * self._mean_tokens) ** 2 + 1e-9
         slope = (self._covariance + trust * before) / (self._variance + trust)
         self._slope = min(max(slope, _MIN_SLOPE * largest), largest)
+
+
+def prefill_with_decode(budget: int, num_decode: int) -> int:
+    """The most prefill tokens, up to `budget`, that fill a captured step together with `num_decode` decode tokens."""
+    fitting = [tokens - num_decode for tokens in STEP_TOKENS if 0 < tokens - num_decode <= budget]
+    return fitting[-1] if fitting else budget

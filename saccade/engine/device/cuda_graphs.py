@@ -1,6 +1,6 @@
 """CUDA graphs of forward passes by size: one launch instead of hundreds.
 
-A step is rounded up to one of a declared set of sizes (`core/step_sizes.py`), all of which are captured before the
+A step is rounded up to one of a declared set of sizes (`step_inputs.py`), all of which are captured before the
 engine reports ready; each capture takes about 25 ms for a whole model. A size outside the set (drafts of many
 requests, for example) is captured when it first occurs, which delays that step and is counted. A fixed number of late
 captures is kept; the least recently used one is dropped.

@@ -2,12 +2,14 @@
 
     chunks -> step inputs, uploaded by one copy -> embed, decoder layers over the KV cache, head -> logits
 
-Legend: T tokens, S sampled tokens, D decoder width, V vocabulary.
+Legend: T tokens, R requests, S sampled tokens, D decoder width, V vocabulary; H query heads, G key/value heads,
+K head dim, W pages of the longest request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,23 +19,26 @@ from torch import Tensor
 from saccade.device import to_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.step import Chunk, StepPlan
-from saccade.engine.core.step_sizes import StepSize, declared_sizes, largest_step, step_size
 from saccade.engine.device.cuda_graphs import CudaGraphs
 from saccade.engine.device.image_runner import ImageRunner
-from saccade.engine.device.kv_cache import KVCache, PagedAttention
+from saccade.engine.device.kv_cache import KVCache
 from saccade.engine.device.results import num_samples
 from saccade.engine.device.step_inputs import (
     InputBuilder,
-    InputSizes,
     Ints,
     RequestInputs,
     StepBuffers,
     StepInputs,
+    StepSize,
+    declared_sizes,
+    largest_step,
     split,
+    step_size,
     table_width,
 )
 from saccade.kernels.embed import ImageRows, StepTokens, embed
-from saccade.kernels.paged_attention import plan_decode, plan_gather
+from saccade.kernels.paged_attention import DecodePlan, GatherPlan, NewTokens, paged_attention, plan_decode, plan_gather
+from saccade.kernels.rope import CosSin
 from saccade.model.language import LayerFeatures
 from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.vlm import VLM
@@ -64,7 +69,7 @@ class ForwardPass:
         self._device, self._max_length, self._max_drafts = model.device, max_length, max_drafts
         tokens, requests, self.max_samples = largest_step(config.max_step_tokens, config.max_requests, max_drafts)
         max_pages = table_width(max_length, config.page_size)
-        self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self._device)
+        self._buffers = StepBuffers(StepSize(tokens, 0, requests, tokens).total, self._device)
         self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self._device)
         self._builder = InputBuilder(
             max_requests=config.max_requests,
@@ -121,10 +126,9 @@ class ForwardPass:
         if self.graphs is None or needs_all or size is None:
             self.num_eager_steps += 1
             return self._run_eager(decode, prefill, requests, needs_all=needs_all)
-        sizes = _input_sizes(size)
-        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, decode, prefill, requests)
+        self._builder.fill(split(self._next_host(size), size), size.num_decode, decode, prefill, requests)
         ordered = [*decode, *prefill] if prefill else chunks
-        slots = sizes.last_part(self._buffers.upload(sizes.total))[:count]
+        slots = size.last_part(self._buffers.upload(size.total))[:count]
         return Logits(ordered, self.graphs.run(size)[:count], slots)
 
     def _run_eager(
@@ -136,19 +140,20 @@ class ForwardPass:
         needs_all: bool,
     ) -> Logits:
         ordered = [*decode, *prefill]
-        sizes = InputSizes(
-            num_tokens=sum(chunk.num_tokens for chunk in ordered),
-            num_requests=len(ordered),
+        size = StepSize(
+            num_tokens=sum([chunk.num_tokens for chunk in ordered]),
+            num_decode=len(decode),
+            num_chunks=len(prefill),
             num_samples=num_samples(ordered),
         )
-        self._builder.fill(split(self._next_host(sizes), sizes), len(decode), decode, prefill, requests)
-        inputs = split(self._buffers.upload(sizes.total), sizes)
+        self._builder.fill(split(self._next_host(size), size), len(decode), decode, prefill, requests)
+        inputs = split(self._buffers.upload(size.total), size)
         hidden = self._layers(
             inputs,
             index_S=None if needs_all else inputs.sampled,
             num_decode=len(decode),
-            max_new=max(chunk.num_tokens for chunk in ordered),
-            max_context=max(chunk.end for chunk in ordered),
+            max_new=max([chunk.num_tokens for chunk in ordered]),
+            max_context=max([chunk.start + chunk.num_tokens for chunk in ordered]),
             has_images=any(chunk.images for chunk in prefill),
             has_adapters=any(requests[chunk.request_id].adapter_slot is not None for chunk in ordered),
         )
@@ -161,7 +166,7 @@ class ForwardPass:
     def run_captured(self, size: StepSize) -> Iterator[Tensor]:
         """Yields the logits of the step in the device buffer. Capturable: control flow depends only on the size."""
         is_decode = size.num_chunks == 0
-        inputs = split(self._buffers.uploaded, _input_sizes(size))
+        inputs = split(self._buffers.uploaded, size)
         hidden = self._layers(
             inputs,
             index_S=None if is_decode else inputs.sampled,
@@ -173,8 +178,8 @@ class ForwardPass:
         )
         yield self._head(hidden.input)
 
-    def _next_host(self, sizes: InputSizes) -> Ints:
-        assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
+    def _next_host(self, size: StepSize) -> Ints:
+        assert size.total <= self._buffers.capacity, f"a step of {size} is larger than the buffers"
         return self._buffers.next_host()
 
     def _layers(
@@ -254,15 +259,14 @@ class ForwardPass:
 
     def _upload_padding(self, size: StepSize) -> None:
         """Upload the inputs of a step without requests."""
-        sizes = _input_sizes(size)
-        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, (), (), {})
-        self._buffers.upload(sizes.total)
+        self._builder.fill(split(self._next_host(size), size), size.num_decode, (), (), {})
+        self._buffers.upload(size.total)
 
     def run_largest(self) -> None:
         """Run the largest step eagerly on padding, which compiles kernels and allocates a step's peak memory."""
         num_tokens = min(self._config.max_step_tokens, self._max_length)
-        sizes = InputSizes(num_tokens, 1, 1)
-        inputs = split(self._next_host(sizes), sizes)
+        size = StepSize(num_tokens, 0, 1, 1)
+        inputs = split(self._next_host(size), size)
         for part in inputs:
             part[...] = 0
         inputs.last_token_slots[:] = self._config.max_requests
@@ -270,12 +274,50 @@ class ForwardPass:
         inputs.feature_index[:] = self._images.num_features
         inputs.cu_seqlens[:] = (0, num_tokens)
         inputs.context_lengths[:] = num_tokens
-        on_device = split(self._buffers.upload(sizes.total), sizes)
+        on_device = split(self._buffers.upload(size.total), size)
         hidden = self._layers(
             on_device, index_S=None, num_decode=0, max_new=num_tokens, max_context=num_tokens, has_images=True
         )
         self._head(hidden.normed[: min(self.max_samples, num_tokens)]).float()
 
 
-def _input_sizes(size: StepSize) -> InputSizes:
-    return InputSizes(size.num_tokens, size.num_requests, size.num_samples)
+@dataclass(frozen=True, eq=False)
+class PagedAttention:
+    """An `AttentionContext` that writes KV of new tokens into pages and attends over all tokens of their request."""
+
+    cache: KVCache
+    angles: CosSin
+    slot_mapping: Tensor
+    """[T]: KV slot of each token."""
+    page_table: Tensor
+    """[slots, W] int32."""
+    slots: Tensor
+    """[R] int32: request slot of each request, its row of the page table."""
+    cu_seqlens: Tensor
+    """[R + 1] int32: cumulative new tokens."""
+    context_lengths: Tensor
+    """[R] int32: tokens including the new ones."""
+    num_decode: int
+    """Number of leading requests with at most one new token each."""
+    max_new: int
+    """Upper bound of new tokens per request, known on the host."""
+    max_context: int
+    """Upper bound of context lengths, known on the host."""
+    decode_plan: DecodePlan | None
+    """How decode attention is divided, shared by all layers. None: each layer computes it."""
+    gather_plan: GatherPlan | None = None
+    """On a CPU: where tokens are stored and pages are read, shared by all layers."""
+    window: int | None = None
+    """Preceding tokens that a token attends to; None: all. The plans have the same window."""
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        """See `AttentionContext`. `q` and `k` may be rotated in place."""
+        keys, values = self.cache.entries[layer]
+        key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
+        return paged_attention(
+            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
+            num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
+            decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales,
+            value_scales_NGP=value_scales, window=self.window,
+            new=NewTokens(k_TGK, v_TGK, self.angles, self.slot_mapping),
+        )  # fmt: skip

@@ -47,10 +47,12 @@ class ImageRunner:
         """[num_features + 1, F]. The last row is zero; tokens without features read it."""
         self.images: Sequence[PassImage] = ()
         """Images of the pass in progress."""
-        self._failures: dict[int, Failure] = {}  # by slot of an image that could not be encoded
+        self.failures: dict[int, Failure] = {}
+        """Failures of images that could not be encoded, by slot."""
 
     def run(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> tuple[EncodeResult, ...]:
         """Launch the encoder parts of a plan. Returns the images whose encoding ends with this step, or failed."""
+        assert plan.encoder_parts, "the plan has encoder parts"
         if plan.images:
             images = [
                 PassImage(planned, requests[planned.request_id].prompt.images[planned.image_index])
@@ -58,7 +60,7 @@ class ImageRunner:
             ]
         else:
             images = list(self.images)
-        if not images or not plan.encoder_parts:
+        if not images:
             return ()
         try:
             if plan.images:
@@ -70,8 +72,8 @@ class ImageRunner:
 
     def start_pass(self, images: Sequence[PassImage], num_parts: int) -> None:
         """Start a pass that is divided into `num_parts` parts."""
-        for slot in [slot for one in images for slot in one.planned.slots] if self._failures else ():
-            self._failures.pop(slot, None)
+        for slot in [slot for one in images for slot in one.planned.slots] if self.failures else ():
+            self.failures.pop(slot, None)
         self.images = images
         self.encoder.start([one.image for one in images], num_parts)
 
@@ -90,7 +92,7 @@ class ImageRunner:
         if len(images) == 1:
             planned = images[0].planned
             failure = failure_of(self.device, "encoding", planned.request_id, error)
-            self._failures |= dict.fromkeys(planned.slots, failure)
+            self.failures |= dict.fromkeys(planned.slots, failure)
             return (EncodeResult(planned.key, failure),)
         check_alive(self.device, error)
         middle = len(images) // 2
@@ -104,13 +106,11 @@ class ImageRunner:
                 results += self._isolate(half, again)
         return results
 
-    def failures(self, chunks: Sequence[Chunk]) -> dict[str, Failure]:
+    def failures_of(self, chunks: Sequence[Chunk]) -> dict[str, Failure]:
         """Failures of requests whose chunk reads an image that could not be encoded."""
-        if not self._failures:
-            return {}
         return {
-            chunk.request_id: self._failures[image.slots[0]]
+            chunk.request_id: self.failures[image.slots[0]]
             for chunk in chunks
             for image in chunk.images
-            if image.slots[0] in self._failures
+            if image.slots[0] in self.failures
         }

@@ -182,11 +182,11 @@ class Runner:
         """
         self._compiles.thread_id = threading.get_ident()
         with self.on_stream():
-            images = self.images.run(plan, self._requests)
+            images = self.images.run(plan, self._requests) if plan.encoder_parts else ()
             self._start_slots(plan)
             self._unsampled = plan if plan.chunks else self._unsampled
             self._copy_pages(plan.page_copies)
-            failures = self.images.failures(plan.chunks)
+            failures = self.images.failures_of(plan.chunks) if self.images.failures else {}
             for chunk in plan.chunks if self._uncopied else ():
                 for page in self._uncopied.keys() & set(chunk.new_pages):
                     failures[chunk.request_id] = self._uncopied.pop(page)
@@ -275,7 +275,10 @@ class Runner:
     def _sample_chunks(self, step: Logits, masks: GrammarMasks | None) -> SampledChunks:
         sampling = [chunk for chunk in step.chunks if chunk.samples]
         slots = [chunk.slot for chunk in sampling for _ in range(1 + len(chunk.drafts))]
-        positions = [chunk.end - count for chunk in sampling for count in range(len(chunk.drafts), -1, -1)]
+        ends = [chunk.start + chunk.num_tokens for chunk in sampling]
+        positions = [
+            end - count for chunk, end in zip(sampling, ends, strict=True) for count in range(len(chunk.drafts), -1, -1)
+        ]
         token_masks = None if masks is None else _token_masks(masks, sampling)
         prompts = {} if step.hidden is None else self._prompt_logprobs(step.chunks, step.hidden)
         host = self._sampled_on_host.take(len(slots))

@@ -1,18 +1,21 @@
 """Input tensors of a step in one int32 buffer: filled on the host, uploaded by one copy, split into tensors.
 
+    chunks -> the size of the step -> InputBuilder.fill -> StepBuffers.upload -> split
+
 Legend: T tokens, R requests, S sampled tokens.
 
 The decode requests of a step come first, with one token each, then the chunks of the other requests. Host and device
-split the buffer with the same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the
-graph's size with *padding*: requests without tokens in both parts, and trailing tokens whose keys and values are not
-stored.
+split the buffer with the same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to one of a
+declared set of sizes with *padding*: requests without tokens in both parts, and trailing tokens whose keys and values
+are not stored.
 
 Page tables stay on the device, one row per slot; a step uploads only its new pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,25 +24,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
-from saccade.engine.core.step import Chunk
+from saccade.engine.core.step import MAX_CHUNKS, MAX_DRAFTING, STEP_TOKENS, Chunk
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Request
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
 
+_MIXED_SAMPLES = 64
+"""Samples of the smaller captured steps with prefill and decode, for when few requests decode."""
 
-class InputSizes(NamedTuple):
-    """Sizes of a step's inputs."""
+
+class StepSize(NamedTuple):
+    """Size of a step: exact, or that of the CUDA graph which it is rounded up to. Contexts may have any length."""
 
     num_tokens: int
-    num_requests: int
+    num_decode: int
+    """Decode requests, of one token each."""
+    num_chunks: int
+    """Prefill requests. A CUDA graph without them has a sample after every token."""
     num_samples: int
+
+    @property
+    def num_requests(self) -> int:
+        """Decode and prefill requests."""
+        return self.num_decode + self.num_chunks
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Number of elements of each field, in the order of `StepInputs`."""
-        tokens, requests, samples = self
+        tokens, requests, samples = self.num_tokens, self.num_requests, self.num_samples
         return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, requests, samples, samples
 
     @property
@@ -77,13 +91,13 @@ class StepInputs(NamedTuple, Generic[Array]):
     """[S]: the request slot of each sample; the number of slots for a chunk with drafts, which may be rejected."""
 
 
-def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
-    """Split a flat buffer of at least `sizes.total` elements into views."""
+def split(buffer: Array, size: StepSize) -> StepInputs[Array]:
+    """Split a flat buffer of at least `size.total` elements into views."""
     parts, start = [], 0
-    for length in sizes.lengths:
+    for length in size.lengths:
         parts.append(buffer[start : start + length])
         start += _aligned(length)
-    parts[2] = parts[2].reshape(3, sizes.num_tokens)
+    parts[2] = parts[2].reshape(3, size.num_tokens)
     return StepInputs(*parts)
 
 
@@ -295,3 +309,61 @@ class StepBuffers:
             if self._copied:
                 self._copied[self._current].record()
         return self.uploaded
+
+
+# ------------------------------------------------------------------ sizes of CUDA graphs
+
+
+def step_size(
+    *, num_decode: int, num_tokens: int, num_chunks: int, num_samples: int, max_requests: int
+) -> StepSize | None:
+    """The captured size for a step with these requests, prefill tokens and samples. None: it runs eagerly."""
+    if num_chunks == 0:
+        tokens = _round_decode(num_decode)
+        return StepSize(tokens, tokens, 0, tokens)
+    num_tokens += num_decode
+    if num_tokens > STEP_TOKENS[-1] or num_chunks > MAX_CHUNKS:
+        return None
+    tokens = STEP_TOKENS[bisect_left(STEP_TOKENS, num_tokens)]
+    if num_decode == 0:
+        return StepSize(tokens, 0, MAX_CHUNKS, _round_samples(num_samples))
+    return StepSize(tokens, max_requests, MAX_CHUNKS, _round_mixed_samples(num_samples, max_requests))
+
+
+def declared_sizes(max_requests: int, max_draft_tokens: int = 0) -> Iterator[StepSize]:
+    """Sizes captured at start-up: decode alone, prefill with and without decode, and drafts of a few requests."""
+    for tokens in sorted({_round_decode(n) for n in range(1, max_requests + 1)}):
+        yield StepSize(tokens, tokens, 0, tokens)
+    for tokens in STEP_TOKENS:
+        yield StepSize(tokens, 0, MAX_CHUNKS, MAX_CHUNKS)
+        most_samples = min(tokens, max_requests + MAX_CHUNKS)
+        for samples in sorted({_round_mixed_samples(n, max_requests) for n in (1, most_samples)}):
+            yield StepSize(tokens, max_requests, MAX_CHUNKS, samples)
+    drafting = [n * (1 + max_draft_tokens) for n in range(1, min(MAX_DRAFTING, max_requests) + 1)]
+    sizes = {(STEP_TOKENS[bisect_left(STEP_TOKENS, tokens)], _round_samples(tokens)) for tokens in drafting}
+    yield from (StepSize(tokens, 0, MAX_CHUNKS, n) for tokens, n in sorted(sizes) if n > MAX_CHUNKS)
+
+
+def _round_samples(num_samples: int) -> int:
+    return MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
+
+
+def _round_mixed_samples(num_samples: int, max_requests: int) -> int:
+    without_drafts = max_requests + MAX_CHUNKS
+    if num_samples <= min(_MIXED_SAMPLES, without_drafts):
+        return min(_MIXED_SAMPLES, without_drafts)
+    return without_drafts if num_samples <= without_drafts else _round_samples(num_samples)
+
+
+def _round_decode(num_requests: int) -> int:
+    if num_requests <= 8:
+        return 1 << (num_requests - 1).bit_length()
+    step = 8 if num_requests <= 64 else 32
+    return -(-num_requests // step) * step
+
+
+def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
+    """Tokens, requests and samples of the largest step, rounded up to a captured size."""
+    decode, most_samples = _round_decode(max_requests), max_requests + MAX_CHUNKS * (1 + max_draft_tokens)
+    samples = max(decode, _round_mixed_samples(most_samples, max_requests))
+    return max(max_tokens, STEP_TOKENS[-1], decode), max(decode, max_requests + MAX_CHUNKS), samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -133,7 +134,7 @@ class OpenRequests:
     def _serve(self) -> None:
         while self._is_serving:
             next_at = self._deadlines.next_at
-            item = self._inbox.get(None if next_at is None else max(0.0, next_at - time.perf_counter()))
+            item = self._inbox.get(None if next_at == math.inf else max(0.0, next_at - time.perf_counter()))
             try:
                 self._expire()
                 if callable(item):
@@ -157,8 +158,6 @@ class OpenRequests:
 
     def _expire(self) -> None:
         """End requests that are still being preprocessed when their deadline passes."""
-        if self._deadlines.next_at is None:
-            return
         for request_id, _ in self._deadlines.pop_due(time.perf_counter()):
             if (opened := self._open.get(request_id)) is not None:
                 opened.expire()
