@@ -33,6 +33,13 @@ def train(
     check: Annotated[
         bool, typer.Option("--check", help="Validate recipe, checkpoint, data and memory of all stages; do not train.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Profile the third to fifth step: traces, exposed communication by kind, and the longest bubble.",
+        ),
+    ] = False,
     teacher_logits: Annotated[
         bool,
         typer.Option(
@@ -53,7 +60,7 @@ def train(
         from saccade.train.check import check_run
 
     check_recipe(recipe)
-    config = load_config(TrainConfig, recipe, set_ or [])
+    config = load_config(TrainConfig, recipe, [*(set_ or []), *(["log.profile=true"] if profile else [])])
     if check:
         for line in check_run(config, device=device):
             typer.echo(line)

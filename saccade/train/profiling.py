@@ -1,25 +1,31 @@
 """Profiler traces of selected steps, and CUDA memory snapshots.
 
     RUN/trace/steps-20-22-rank0.json     for https://ui.perfetto.dev or chrome://tracing
+    RUN/trace/communication-rank0.json   compute, exposed communication of each kind, the longest bubble: also logged
     RUN/trace/memory-rank0.pickle        for https://pytorch.org/memory_viz; a pickle: load only files you trust
 
 Every rank writes its own files. Both cost time and host memory while active, so they are off by default.
 """
 
+import dataclasses
+import json
 import logging
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from saccade.errors import ConfigError
+from saccade.train.communication import report_communication
 from saccade.train.run_config import LogConfig
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
 
+PROFILED_STEPS = (3, 5)
+"""First and last step of a process that `log.profile` profiles; the first are not typical."""
 SNAPSHOT_STEP = 3
 """Step of a process after which the memory snapshot is written if no steps are profiled; the first are not typical."""
 _MAX_EVENTS = 200_000
@@ -36,6 +42,7 @@ class StepProfiler:
         steps = config.profile_steps
         self._first = steps[0] if steps else None
         self._last = steps[1] if steps else None
+        self._profiles_process_steps = config.profile
         self._has_snapshot = not config.memory_snapshot
         self._num_steps = 0
         self._profiler: profile | None = None
@@ -47,6 +54,8 @@ class StepProfiler:
 
     def start_step(self, step: int) -> None:
         """Start or stop profiling before step `step` of the run."""
+        if self._profiles_process_steps and self._num_steps == 0:
+            self._first, self._last = (step - 1 + number for number in PROFILED_STEPS)
         if step == self._first:
             kinds = [ProfilerActivity.CPU]
             if self._world.device.type == "cuda":
@@ -75,7 +84,17 @@ class StepProfiler:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         name = f"steps-{self._first}-{self._last}-rank{self._world.rank}.json"
-        profiler.export_chrome_trace(str(self._file(name)))
+        file = self._file(name)
+        profiler.export_chrome_trace(str(file))
+        self._report(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
+
+    def _report(self, events: list[dict[str, Any]]) -> None:
+        """Log the communication of this rank, and write it."""
+        report = report_communication(events)
+        for line in report.lines():
+            logger.info("%s", line)
+        text = json.dumps(dataclasses.asdict(report), indent=1)
+        self._file(f"communication-rank{self._world.rank}.json").write_text(text, encoding="utf-8")
 
     def _write_snapshot(self) -> None:
         if self._has_snapshot:

@@ -75,12 +75,16 @@ class LogConfig:
     """Additional destinations of the records."""
     profile_steps: tuple[int, ...] | None = None
     """First and last step to profile, such as [20, 22]; the trace is written to trace/."""
+    profile: bool = False
+    """Profile the third to fifth step of each start, as `saccade train --profile` does."""
     memory_snapshot: bool = False
     """Write a CUDA memory snapshot to trace/: after the profiled (else the third) step, and on out of memory."""
 
     def __post_init__(self) -> None:
         check_positive(self, "every")
         steps = self.profile_steps
+        if self.profile and steps is not None:
+            raise ConfigError("log.profile and log.profile_steps both say which steps are profiled. Give one of them")
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ConfigError(f"profile_steps is {list(steps)}; give the first and the last step, such as [20, 22]")
 
