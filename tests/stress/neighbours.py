@@ -5,8 +5,10 @@
 Starts `saccade serve` on a tiny model for each attack. A quiet phase precedes the attack, both of `--seconds` at least.
 Attackers send from a process of their own, from bytes made before. `hostile` sends every case of
 `tests/serve/hostile.py`, with 2000 connections that say nothing and 16 readers that never read; the others repeat a few
-requests. Exit status 1 if, during an attack, a plain request takes more than twice the p99 of the quiet phase (99 of
-100 do not), the p99 of /health is above 100 ms, or a hostile case is answered wrongly.
+requests. `harmless` and `harmless awaited` are controls: the clients of `schemas` and `schemas awaited` with ordinary
+requests. An attack that costs the neighbours no more than its control costs them its share of the machine.
+Exit status 1 if, during an attack, a plain request takes more than twice the p99 of the quiet phase (99 of 100 do
+not), the p99 of /health is above 100 ms, or a hostile case is answered wrongly.
 """
 
 import argparse
@@ -102,6 +104,7 @@ class Repeated:
         """Attack until it is over; returns what was answered wrongly."""
 
         async def client(number):
+            await asyncio.sleep(self.pause_s * number / self.num_clients)  # clients do not send at the same moment
             while not is_over():
                 with contextlib.suppress(OSError):
                     reader, writer = await asyncio.open_connection(host, port)
@@ -197,6 +200,8 @@ ATTACKS = {
     ),
     "schemas": Repeated(CHAT, schemas, num_clients=20, pause_s=0.5, plain=JSON),
     "schemas awaited": Repeated(CHAT, schemas, num_clients=20, is_abandoned=False, plain=JSON),
+    "harmless": Repeated(CHAT, lambda: [chat()], num_clients=20, pause_s=0.5, plain=JSON),
+    "harmless awaited": Repeated(CHAT, lambda: [chat()], num_clients=20, is_abandoned=False, plain=JSON),
     "hostile": Hostile(),
 }  # fmt: skip
 
