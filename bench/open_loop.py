@@ -1,19 +1,22 @@
 """Open-loop serving: latency under requests that arrive one by one, at given rates.
 
-    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once]
-                              [--trace FILE] [--plot FILE] [--out FILE]
+    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--bursts 36] [--seconds 20 ...]
+                              [--seed 0] [--once] [--trace FILE] [--plot FILE] [--out FILE]
 
 The workload of docs/results/serving.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens;
 then 0, 1, 1 or 2 images (equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens
-within 16..2048. Outputs have 16..256 tokens, greedy, end of turn ignored. Caches are on, drafts off. The first rate
-runs twice, unless `--once`: the first run starts when the engine is ready. `--seconds` may give each rate its own. Of
-more than 15 s, the TTFT of the requests of the first 15 is reported as well.
+within 16..2048. Outputs have 16..256 tokens, greedy, end of turn ignored. Caches are on, drafts off. The rates of
+`--bursts` run after those of `--rates`: the same requests, of which 8 on average arrive at the same moment. The first
+rate runs twice, unless `--once`: the first run starts when the engine is ready. `--seconds` may give each rate its own.
+Rate number i is drawn with seed `--seed` + i. Of more than 15 s, the TTFT of the requests of the first 15 is reported
+as well.
 
 A trace is a JSONL file with one request a line: `arrival_s`, `num_text`, `num_output`, and `images` as a list of
 [height, width].
 
 TTFT counts from the arrival, image preprocessing included. A gap is the time between two deltas of one request. Served
-requests per second are those completed in the second half of the time in which requests arrive.
+requests per second are those completed in the second half of the time in which requests arrive. The time to drain is
+that from the last arrival to the last completion.
 """
 
 import argparse
@@ -21,15 +24,15 @@ import dataclasses
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from bench.serve import process_age, run_with_checkpoint
+from bench.serve import Prompt, Prompts, process_age, run_with_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.serve.load.summary import plot_latency
 
@@ -41,6 +44,8 @@ SIZES = (
 NUM_PREFIX = 40
 LATENCIES, LEVELS = (("TTFT", "ttft_ms"), ("gap", "gap_ms")), ("p50", "p99")
 """Figures of the plot."""
+BURST = 8
+"""Average requests of a burst."""
 FIRST_S = 15.0
 """Seconds whose requests are also reported apart."""
 
@@ -66,35 +71,39 @@ def poisson(rate: float, seconds: float, seed: int) -> list[Arrival]:
     return arrivals
 
 
+def bursts(rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Draw requests of which `BURST` on average (geometrically distributed) arrive at the same moment."""
+    rng = np.random.default_rng([seed, BURST])
+    drawn, arrivals, now = deque(poisson(rate, seconds, seed)), list[Arrival](), 0.0
+    while drawn:
+        now += rng.exponential(BURST / rate)
+        size = min(int(rng.geometric(1 / BURST)), len(drawn))
+        arrivals += [drawn.popleft()._replace(arrival_s=now) for _ in range(size)]
+    return arrivals
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Read the requests of a JSONL file."""
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     return [Arrival(r["arrival_s"], r["num_text"], r["num_output"], [tuple(i) for i in r["images"]]) for r in records]
 
 
-class Prompts:
-    """Random prompts for one checkpoint."""
+class Requests:
+    """Prompts of arrivals, for one checkpoint."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        self._rng = np.random.default_rng(seed)
-        self._image = [config["vision_start_token_id"], config["image_token_id"], config["vision_end_token_id"]]
-        self._num_ids = min(*self._image, 150_000)
-        self._prefix = self._ids(NUM_PREFIX)
+        self._prompts = Prompts(folder, seed)
+        self._prefix = self._prompts.ids(NUM_PREFIX)
 
-    def _ids(self, count: int) -> list[int]:
-        return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
-
-    def make(self, arrival: Arrival) -> tuple[list[int], list[Image.Image]]:
+    def make(self, arrival: Arrival) -> Prompt:
         """Return token ids and images."""
-        ids = [*self._prefix, *self._image * len(arrival.images), *self._ids(arrival.num_text)]
-        pixels = [self._rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in arrival.images]
-        return ids, [Image.fromarray(array) for array in pixels]
+        ids = [*self._prefix, *self._prompts.image_ids * len(arrival.images), *self._prompts.ids(arrival.num_text)]
+        return ids, [self._prompts.image(*size) for size in arrival.images]
 
 
-def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str) -> dict[str, Any]:
+def run(engine: Engine, requests: Requests, arrivals: Sequence[Arrival], name: str) -> dict[str, Any]:
     """Submit the requests at their times and measure."""
-    made = [prompts.make(arrival) for arrival in arrivals]
+    made = [requests.make(arrival) for arrival in arrivals]
     times: list[list[float]] = [[] for _ in arrivals]
     failures: list[str] = []
     preprocess_s: list[float] = []
@@ -133,6 +142,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
         "arrivals_per_s": len(arrivals) / window,
         "served_per_s": completed / (window / 2),
         "throughput_per_s": len(arrivals) / total,
+        "drain_s": total - window,
         "ttft_ms": percentiles(ttft),
         "first_ttft_ms": percentiles(ttft[[one.arrival_s < arrivals[0].arrival_s + FIRST_S for one in arrivals]]),
         "preprocess_ms": percentiles(np.array(preprocess_s) * 1e3),
@@ -156,9 +166,21 @@ def show(row: dict[str, Any]) -> str:
     first = f", of the first {FIRST_S:g} s {first}" if first != ttft else ""
     return (
         f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
-        f"TTFT p50/95/99/max {ttft} ms{first} (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {gap} ms  late "
-        f"captures {row['late_captures']}, compiles {row['late_compiles']}"
+        f"TTFT p50/95/99/max {ttft} ms{first} (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {gap} ms  "
+        f"drains in {row['drain_s']:.2f} s  late captures {row['late_captures']}, compiles {row['late_compiles']}"
     )
+
+
+def runs_of(options: argparse.Namespace) -> list[tuple[str, list[Arrival]]]:
+    """Return names and requests of the runs."""
+    if options.trace:
+        return [(options.trace.stem, read_trace(options.trace))]
+    wanted = [(f"{rate:g}/s", poisson, rate) for rate in options.rates]
+    wanted += [(f"{rate:g}/s bursts", bursts, rate) for rate in options.bursts]
+    seconds = options.seconds + options.seconds[-1:] * len(wanted)
+    return [
+        (name, draw(rate, seconds[number], options.seed + number)) for number, (name, draw, rate) in enumerate(wanted)
+    ]
 
 
 def main() -> None:
@@ -166,10 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--rates", type=float, nargs="+", default=[4, 16, 32, 64])
+    parser.add_argument("--rates", type=float, nargs="*", default=[4, 16, 32, 64])
+    parser.add_argument("--bursts", type=float, nargs="*", default=[], help="rates of requests that arrive in bursts")
     parser.add_argument(
         "--seconds", type=float, nargs="+", default=[20.0], help="of each rate; the last one's of those left"
     )
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--once", action="store_true", help="run the first rate once")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
     parser.add_argument("--trace", type=Path)
@@ -178,18 +202,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.checkpoint is None:
         run_with_checkpoint("bench.open_loop", options.size)
-    prompts, rows = Prompts(options.checkpoint), []
+    requests, rows = Requests(options.checkpoint, options.seed), []
     settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)
     with Engine.load(options.checkpoint, config=config) as engine:
         print(f"ready {process_age():.1f} s after the start of the process", flush=True)
-        seconds = options.seconds + options.seconds[-1:] * len(options.rates)
-        runs = [(f"{rate:g}/s", poisson(rate, seconds[seed], seed)) for seed, rate in enumerate(options.rates)]
-        if options.trace:
-            runs = [(options.trace.stem, read_trace(options.trace))]
+        runs = runs_of(options)
         first = f"{runs[0][0]}, first"
         for name, arrivals in [(first, runs[0][1]), *runs[options.once :]]:
-            rows.append(run(engine, prompts, arrivals, name))
+            rows.append(run(engine, requests, arrivals, name))
             print(show(rows[-1]), flush=True)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))

@@ -1,13 +1,14 @@
 """Offline latency and throughput of the engine on the workloads of docs/results/serving.md.
 
     python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long ...]
-                          [--profile] [--out rows.json]
+                          [--seed 0] [--profile] [--out rows.json]
 
-Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token
-ids. Greedy, end of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request
-for one token on an idle engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127.
-A workload runs once to warm up and then `--rounds` times with other images and tokens; the median is reported. vLLM's
-figures are printed next to it only for the same model shape, workload and card.
+Images are uniform noise, 672 x 672. A prompt with an image is the family's image tokens (of Qwen: vision-start, the
+image, vision-end) and 62 random token ids. Greedy, end of turn ignored, prefix cache off. All requests of a workload
+are submitted at once; TTFT is a request for one token on an idle engine, including preprocessing; TPOT is the rest of a
+request for 128 tokens, divided by 127. A workload runs once to warm up and then `--rounds` times with other images and
+tokens; the median is reported, with the time to drain: from the first completion to the last. vLLM's figures are
+printed next to it only for the same model shape, workload and card.
 
 `structured`: 64 requests with 16 JSON schemas among 64 without; the time of those without, compared with 128 without.
 `drafts`: 1 and 8 requests that repeat themselves (two tokens have a bias that makes them follow) and that do not
@@ -25,20 +26,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from PIL import Image
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.model.families import load_model_config
+from saccade.engine import Completion, Engine, EngineConfig, SamplingParams
+from saccade.engine.request import CompletionDelta
+from saccade.model.families import family_of, load_model_config
 from saccade.model.initialize import named_size
+from saccade.processor.tokenizer import Tokenizer
 
 Prompt = tuple[list[int], list[Image.Image]]
 Record = dict[str, Any]
 
 SIDE, NUM_TEXT, NUM_REQUESTS, NUM_OUTPUT = 672, 62, 256, 128
+MAX_ID = 150_000
+"""Random token ids are below this id and those of images."""
 VLLM = {
     "start": "80 s",
     "ttft": "116 ms",
@@ -61,16 +66,18 @@ def process_age() -> float:
 class Prompts:
     """Random prompts for one model."""
 
-    def __init__(self, folder: Path, seed: int, side: int) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        self._image_id = config["image_token_id"]
-        self._marks = config["vision_start_token_id"], config["vision_end_token_id"]
-        self._num_ids = min(config["vision_start_token_id"], self._image_id, 150_000)
+    def __init__(self, folder: Path, seed: int, side: int = SIDE) -> None:
+        tokenizer = Tokenizer.load(folder)
+        text = family_of(folder).image_text
+        self.image_ids = [id for _, id in tokenizer.split_control(text) if id is not None]
+        """Tokens of an image before its placeholder is expanded."""
+        self._num_ids = min(*self.image_ids, MAX_ID)
         self._rng, self._side = np.random.default_rng(seed), side
 
-    def image(self) -> Image.Image:
+    def image(self, height: int | None = None, width: int | None = None) -> Image.Image:
         """Return a noise image."""
-        return Image.fromarray(self._rng.integers(0, 256, (self._side, self._side, 3), dtype=np.uint8))
+        size = height or self._side, width or self._side
+        return Image.fromarray(self._rng.integers(0, 256, (*size, 3), dtype=np.uint8))
 
     def ids(self, count: int) -> list[int]:
         """Return random text tokens."""
@@ -78,8 +85,7 @@ class Prompts:
 
     def with_image(self, image: Image.Image | None = None, num_text: int = NUM_TEXT) -> Prompt:
         """Return a prompt of an image and text."""
-        start, end = self._marks
-        return [start, self._image_id, end, *self.ids(num_text)], [image or self.image()]
+        return [*self.image_ids, *self.ids(num_text)], [image or self.image()]
 
     def text(self, low: int, high: int) -> Prompt:
         """Return a text prompt of a random length."""
@@ -95,22 +101,44 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
-def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]) -> tuple[float, int]:
-    """Return the seconds until the last completion, and the number of output tokens."""
+class Timed(NamedTuple):
+    """A batch of requests."""
+
+    seconds: float
+    """Until the last completion."""
+    num_tokens: int
+    """Output tokens."""
+    drain_s: float
+    """From the first completion to the last."""
+
+
+def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]) -> Timed:
+    """Run requests that are submitted at once."""
+    ended: queue.SimpleQueue[tuple[float, SamplingParams, Completion]] = queue.SimpleQueue()
+
+    def submit(prompt: Prompt, sampling: SamplingParams) -> None:
+        def on_delta(delta: CompletionDelta) -> None:
+            if delta.completion is not None:
+                ended.put((time.perf_counter(), sampling, delta.completion))
+
+        engine.submit(engine.preprocess_tokens(*prompt), sampling, on_delta, streams=False)
+
     begin = time.perf_counter()
-    completions = engine.generate_tokens(prompts, samplings)
-    seconds = time.perf_counter() - begin
-    for completion, sampling in zip(completions, samplings, strict=True):
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        submit(prompt, sampling)
+    done = [ended.get() for _ in prompts]
+    for _, sampling, completion in done:
         assert len(completion.token_ids) == sampling.max_tokens, completion.failure
-    return seconds, sum(len(completion.token_ids) for completion in completions)
+    num_tokens = sum(len(completion.token_ids) for _, _, completion in done)
+    return Timed(done[-1][0] - begin, num_tokens, done[-1][0] - done[0][0])
 
 
 def latency(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
     """Measure TTFT and TPOT of one request at a time."""
     for _ in range(3):
         timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)])
-    first = [timed(engine, [prompts.with_image()], [greedy(1)])[0] for _ in range(4 * rounds)]
-    whole = [timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)])[0] for _ in range(2 * rounds)]
+    first = [timed(engine, [prompts.with_image()], [greedy(1)]).seconds for _ in range(4 * rounds)]
+    whole = [timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)]).seconds for _ in range(2 * rounds)]
     ttft = statistics.median(first)
     tpot = (statistics.median(whole) - ttft) / (NUM_OUTPUT - 1)
     yield {"workload": "ttft", "value": f"{ttft * 1e3:.1f} ms", "ttft_ms": ttft * 1e3}
@@ -122,16 +150,18 @@ def throughput(
 ) -> Record:
     """Measure requests and tokens per second of many requests at once."""
     timed(engine, *make())
-    found = [(seconds, tokens, len(prompts)) for prompts, samplings in (make() for _ in range(rounds))
-             for seconds, tokens in [timed(engine, prompts, samplings)]]  # fmt: skip
-    seconds, tokens, requests = sorted(found)[len(found) // 2]
-    value = f"{tokens / seconds:.0f} tok/s" if name in ("text", "long") else f"{requests / seconds:.1f} req/s"
+    made = (make() for _ in range(rounds))
+    found = sorted((timed(engine, *requests), len(requests[0])) for requests in made)
+    run, num_requests = found[len(found) // 2]
+    rates = run.num_tokens / run.seconds, num_requests / run.seconds
     return {
         "workload": name,
-        "value": value,
-        "requests_per_s": requests / seconds,
-        "tokens_per_s": tokens / seconds,
-        "seconds": seconds,
+        "value": f"{rates[0]:.0f} tok/s" if name in ("text", "long") else f"{rates[1]:.1f} req/s",
+        "requests_per_s": rates[1],
+        "tokens_per_s": rates[0],
+        "seconds": run.seconds,
+        "drain_s": run.drain_s,
+        "all_seconds": [one.seconds for one, _ in found],
     }
 
 
@@ -230,7 +260,7 @@ def drafts(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
                 timed(engine, [prompts.text(64, 64) for _ in range(count)], [sampling] * count)
                 for _ in range(rounds + 1)
             ]
-            rate = statistics.median(tokens / seconds for seconds, tokens in found[1:])
+            rate = statistics.median(one.num_tokens / one.seconds for one in found[1:])
             yield {"workload": f"{name} x {count}", "value": f"{rate:.0f} tok/s", "tokens_per_s": rate}
     accepted = engine.statistics.num_accepted_draft_tokens - before
     yield {"workload": "accepted drafts", "value": str(accepted)}
@@ -245,7 +275,7 @@ def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
         batch = [prompts.text(64, 64) for _ in range(num)]
         timed(engine, batch, [greedy(NUM_OUTPUT)] * num)
         with profiler(activities=[ProfilerActivity.CUDA]) as trace:
-            seconds, _ = timed(engine, [prompts.text(64, 64) for _ in range(num)], [greedy(NUM_OUTPUT)] * num)
+            seconds = timed(engine, [prompts.text(64, 64) for _ in range(num)], [greedy(NUM_OUTPUT)] * num).seconds
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in trace.events()
@@ -262,7 +292,8 @@ def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
 def show(record: Record, is_comparable: bool) -> None:
     """Print one line."""
     peer = f"   vLLM 0.26: {VLLM.get(record['workload'], '-')}" if is_comparable else ""
-    print(f"{record['workload']:<24}{record['value']:>16}{peer}", flush=True)
+    drain = f"   drains in {record['drain_s']:.2f} s" if "drain_s" in record else ""
+    print(f"{record['workload']:<24}{record['value']:>16}{drain}{peer}", flush=True)
 
 
 def is_comparable(checkpoint: Path, num_requests: int, side: int, device: str) -> bool:
@@ -299,6 +330,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of images and tokens")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
     parser.add_argument("--out", type=Path)
@@ -322,7 +354,7 @@ def measure(options: argparse.Namespace) -> list[Record]:
         )
     )
     records: list[Record] = []
-    prompts = Prompts(options.checkpoint, seed=0, side=options.side)
+    prompts = Prompts(options.checkpoint, options.seed, options.side)
 
     def note(record: Record) -> None:
         records.append(record)

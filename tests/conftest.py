@@ -77,10 +77,23 @@ def pytest_collection_modifyitems(items):
     import torch
 
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+        skip_marked(items, "gpu", "needs a CUDA GPU")
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        skip_marked(items, "whole_gpu", "needs a whole GPU: run pytest -m whole_gpu without -n")
+
+
+def skip_marked(items, marker, reason):
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import only files with GPU tests for `-m gpu`: a machine with a GPU may have only the packages of the engine."""
+    asks_for_gpu = re.match("gpu|whole_gpu", config.option.markexpr)
+    if asks_for_gpu and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return "mark.gpu" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -134,7 +134,7 @@ def serve(
     words: Annotated[int, typer.Option(min=1, help="URL: words of each prompt.")] = 64,
     output: Annotated[int, typer.Option(min=1, help="URL: tokens of each answer.")] = 64,
     seed: Annotated[
-        int, typer.Option(help="URL: of images and words; another one for another run, which caches must not help.")
+        int, typer.Option(help="Of images and prompts; another one for another run, which caches must not help.")
     ] = 0,
     model: Annotated[str | None, typer.Option(help="URL: name of the model.", show_default="the first")] = None,
     api_key: Annotated[str | None, typer.Option(help="URL: API key.")] = None,
@@ -184,7 +184,12 @@ def serve(
         raise ConfigError(f"--trace {trace}: no such file. Check the path")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        options: dict[str, object] = {"size": size, "checkpoint": checkpoint and checkpoint.absolute(), "out": out}
+        options: dict[str, object] = {
+            "size": size,
+            "checkpoint": checkpoint and checkpoint.absolute(),
+            "seed": seed,
+            "out": out,
+        }
         if open_loop or trace:
             options |= {
                 "rates": open_loop,

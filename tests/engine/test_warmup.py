@@ -57,6 +57,7 @@ def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_the_first_request_compiles_nothing(tmp_path):
     import triton
 

@@ -231,6 +231,7 @@ def test_training_with_8_bits_reaches_the_loss_of_32_bits():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @BITS
 def test_offsets_beyond_32_bits(bits, device):
     rows = 2**31 // 4096 + 8

@@ -314,6 +314,7 @@ def test_a_segment_of_30000_tokens_equals_the_reference(causal, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize(("length", "causal"), [(64, False), (256, True)], ids=["window", "tiled"])
 def test_offsets_beyond_32_bits(length, causal, device):
     """The last segment beyond 2^31 elements gives the same result as the segment alone."""

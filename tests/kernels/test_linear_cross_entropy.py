@@ -229,6 +229,7 @@ def test_the_weight_gradient_of_many_chunks_stays_close():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_logits_beyond_two_to_the_31_elements_are_found():
     hidden, weight, labels = inputs(16384, 256, 151936, "cuda", torch.bfloat16)
     with launch.forced("triton"):

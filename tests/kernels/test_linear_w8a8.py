@@ -98,6 +98,7 @@ def test_real_sizes_equal_the_reference_in_8_bits(shape, num_tokens, bits, path)
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_weights_beyond_two_to_the_31_elements_are_found():
     num_inputs = 2048
     num_outputs = 2**31 // num_inputs + 64

@@ -432,6 +432,7 @@ def test_real_sizes_equal_the_reference(new, head_dim, cache_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_pages_beyond_two_to_the_31_elements_are_found():
     num_pages = 2**31 // (2 * 16 * 128) + 64
     keys = torch.zeros(num_pages, 2, 16, 128, dtype=torch.bfloat16, device="cuda")

@@ -140,6 +140,7 @@ def test_real_shapes_equal_the_reference(shape, device, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_offsets_beyond_32_bits(device):
     num_rows, dim = 2**31 // 4096 + 8, 4096
     x = torch.zeros(num_rows, dim, device=device, dtype=torch.bfloat16)

@@ -78,6 +78,7 @@ def test_real_shapes_equal_the_reference(case, device, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_offsets_beyond_32_bits(device):
     num_tokens = 2**31 // (16 * 128) + 8
     q = torch.zeros(num_tokens, 16, 128, device=device, dtype=torch.bfloat16)

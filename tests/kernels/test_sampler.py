@@ -261,6 +261,7 @@ def test_real_vocabularies_equal_the_reference(vocab_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_rows_beyond_two_to_the_31_elements_are_found():
     wide = torch.zeros(3, 2**30 + 8, dtype=torch.float16, device="cuda")
     wide[2, 99] = 5

@@ -272,6 +272,7 @@ def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(devic
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_offsets_beyond_32_bits(device):
     num_outputs = 2**31 // 4096 + 8
     weight = torch.zeros(num_outputs, 4096, device=device, dtype=torch.bfloat16)

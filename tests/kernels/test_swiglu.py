@@ -100,6 +100,7 @@ def test_real_shapes_equal_the_reference(shape, device, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_offsets_beyond_32_bits(device):
     gate = torch.zeros(2**31 // 4096 + 8, 4096, device=device, dtype=torch.bfloat16)
     gate[-8:] = torch.randn(8, 4096, device=device)

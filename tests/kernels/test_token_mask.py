@@ -86,6 +86,7 @@ def test_real_vocabularies_equal_the_reference_without_synchronisation(vocab_siz
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_rows_beyond_two_to_the_31_elements_are_found(device):
     wide = torch.zeros(3, 2**30 + 8, dtype=torch.float16, device=device)
     _, _, mask, row_ids = make(3, [2], 1000, device, torch.float16)

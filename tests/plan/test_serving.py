@@ -163,6 +163,7 @@ def test_buffers_of_the_dry_run_are_those_of_a_runner(folder):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_pages_on_a_gpu_are_those_of_the_engine(folder):
     """The engine measures what a plan takes from a dry run and an allowance for CUDA itself."""
     settings = EngineConfig(gpu_memory_utilization=0.1, num_workers=0, cuda_graphs=False)
