@@ -4,7 +4,8 @@
 
 The sender has measured the images of a request (`measures_only`) and knows tokens, positions and keys. The host makes
 the prompt again from the media, with keys of its own: a sender can give no image the key of another. Media whose images
-are processed already need not be sent.
+are processed already need not be sent. The features of an image that an encoder has encoded (`encoder_host.py`) take
+the place of its data.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from saccade.engine.frontend.open_request import OpenRequest
 from saccade.engine.frontend.open_requests import OpenRequests
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.load_core import with_slots
+from saccade.engine.media import EncodedImage
 from saccade.engine.media import MediaMissingError as MediaMissingError
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Failure, Request, RequestOutput
@@ -99,12 +101,13 @@ class EngineHost:
         salt = sent.request.salt
         return [number for number, task in enumerate(sent.tasks) if not self._preprocessor.has(task.digest, salt)]
 
-    def submit(self, sent: SentRequest, media: Sequence[bytes | None], on_output: OnOutput) -> None:
-        """Serve a request, whose id no open request may have. `media` of each task, None where it is not missing.
+    def submit(self, sent: SentRequest, media: Sequence[bytes | EncodedImage | None], on_output: OnOutput) -> None:
+        """Serve a request, whose id no open request may have. `media` of each task: its data, the image that an encoder
+        has encoded, or None where it is not missing.
 
         `on_output` gets its outputs; exactly one of them, the last, has a finish reason. A request that is refused
-        fails in the same way. MediaMissingError: more media are needed, since images were evicted; nothing is started
-        and `on_output` is not called. RuntimeError: the host is closed.
+        fails in the same way. MediaMissingError: more data are needed, since images were evicted, or their features do
+        not fit; nothing is started and `on_output` is not called. RuntimeError: the host is closed.
         """
         request = sent.request
         try:
@@ -115,6 +118,8 @@ class EngineHost:
         except RequestError as error:
             self._refuse(request, str(error), on_output)
             return
+        if unfit := [number for number, one in enumerate(media) if not self._fits(one)]:
+            raise MediaMissingError(unfit)
         prompt = self._preprocessor.submit_tasks(sent.token_ids, sent.tasks, media, salt=request.salt)
         try:
             self._requests.open(
@@ -123,6 +128,10 @@ class EngineHost:
         except RequestError as error:
             prompt.cancel()
             self._refuse(request, str(error), on_output)
+
+    def _fits(self, media: bytes | EncodedImage | None) -> bool:
+        """Whether an encoded image has features of this model."""
+        return not isinstance(media, EncodedImage) or media.features.shape[1:] == (self.info.feature_bytes,)
 
     def _refuse(self, request: Request, message: str, on_output: OnOutput) -> None:
         failure = self._requests.failure or Failure("waiting", message, "invalid_request")
@@ -226,8 +235,11 @@ class _HostedRequest(OpenRequest):
         spans = tuple([image.span for image in prompt.images])
         if (prompt.token_ids, spans) != (announced, self.request.images):
             return _DIFFERS
-        request = replace(
+        images = tuple([image.without_encoding() for image in prompt.images])
+        prompt = replace(prompt, images=images)
+        self.request = request = replace(
             self.request,
+            images=tuple([image.span for image in images]),
             queue_timeout_s=self._remaining(self.request.queue_timeout_s),
             timeout_s=self._remaining(self.request.timeout_s),
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from saccade.errors import ImageError, RequestError
 from saccade.processor.image import Pixels
@@ -82,6 +83,20 @@ class ImageTask:
         if len(self.sources) == 1 and isinstance(self.sources[0].data, bytes):
             return self.sources[0].data
         return b"".join(byte_view(source.data) for source in self.sources)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedImage:
+    """An image or video with its features, which another process has computed (`encoder_host.py`)."""
+
+    grid: tuple[int, int, int]
+    """The grid of all its patches."""
+    texts: tuple[tuple[int, ...], ...]
+    """Tokens of the texts between the features of a video."""
+    num_pixels: int
+    """Decoded pixels of all frames, before resizing."""
+    features: NDArray[np.uint8]
+    """[tokens, bytes]: the features of each token, in the dtype of the model."""
 
 
 class MediaMissingError(Exception):

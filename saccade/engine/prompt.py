@@ -24,12 +24,18 @@ class PromptImage:
     patches: NDArray[np.uint8]
     """[patches, patch_dim], read-only: prompts with the same image share the array. A still image has [patches,
     frame_dim], each frame once, which the encoder repeats; or its pixels, [height, width, 3], which the encoder
-    patchifies (`is_whole`)."""
+    patchifies (`is_whole`). An image that was encoded elsewhere has its features, [tokens, bytes] (`is_encoded`)."""
+    is_encoded: bool = False
+    """Whether `patches` is the features of the image, so that the vision encoder does not read it."""
 
     @property
     def is_whole(self) -> bool:
         """Whether `patches` is the image itself, [height, width, 3]."""
         return self.patches.ndim == 3
+
+    def without_encoding(self) -> PromptImage:
+        """The image with a span that says that the vision encoder reads nothing for it, if it is encoded."""
+        return replace(self, span=replace(self.span, num_patches=0)) if self.is_encoded else self
 
 
 @dataclass(frozen=True, kw_only=True)

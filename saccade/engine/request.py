@@ -75,7 +75,7 @@ class ImageSpan:
     num_tokens: int
     """Number of its tokens."""
     num_patches: int
-    """Patches that the vision encoder reads for it."""
+    """Patches that the vision encoder reads for it; 0 if its features came with the request."""
 
     @property
     def end(self) -> int:

@@ -46,7 +46,7 @@ def start(
     if the caller has it.
     """
     with contextlib.ExitStack() as opened:
-        preprocessor = opened.enter_context(_preprocessor(folder, config, limits, device))
+        preprocessor = opened.enter_context(media_preprocessor(folder, config, limits, device))
         connect = _connect(folder, config, processor, device, None if dtype == "auto" else dtype)
         engine = make(connect, preprocessor)
         opened.pop_all()  # the engine closes it
@@ -59,9 +59,10 @@ def start(
     return engine
 
 
-def _preprocessor(
+def media_preprocessor(
     folder: Path, config: EngineConfig, limits: MediaLimits | None, device: str | torch.device
 ) -> Preprocessor:
+    """Start the media workers of an engine or an encoder."""
     return Preprocessor(
         folder,
         num_workers=default_num_workers() if config.num_workers is None else config.num_workers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,41 @@ def load_model(
     return model.eval()
 
 
-def meta_model(folder: Path) -> tuple[VLM, QuantizationConfig | None]:
-    """The model of a checkpoint folder on the meta device, with projections in their stored form."""
+def load_vision(
+    folder: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype | None = None
+) -> VLM:
+    """Load what encodes images, in eval mode: vision tower and projector. The language model is left empty."""
+    folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
+    family, (model, quantization) = family_of(folder), meta_model(folder, has_language=False)
+    parts, files = nn.ModuleDict({"vision": model.vision, "projector": model.projector}), tensor_files(folder)
+    shapes = tensor_shapes(files, any_dtype=dtype is not None, is_quantized=quantization is not None)
+    shapes = {name: one for name, one in shapes.items() if str(_name_in_model(name, family)).partition(".")[0] in parts}
+    names = match_tensors(shapes, parts, family, folder)
+    for name, tensor in read_tensors(files, names, device):
+        load_tensor(parts, names[name], tensor, dtype)
+    check_finite({name: one for name, one in parts.named_parameters() if one.is_floating_point()}, folder)
+    compute_dtype = next(one.dtype for one in parts.parameters() if one.is_floating_point())
+    model.language.layers = nn.ModuleList()
+    for part in (model.language, model.head):
+        part.to_empty(device=device).to(compute_dtype)
+    model.tie_head()
+    merge_storage(model)
+    return model.eval()
+
+
+def meta_model(folder: Path, *, has_language: bool = True) -> tuple[VLM, QuantizationConfig | None]:
+    """The model of a checkpoint folder on the meta device, with projections in their stored form.
+
+    Without `has_language` the language model has one layer and a vocabulary of one token.
+    """
     try:
         raw = read_config(folder)
         quantization = None if "quantization_config" not in raw else parse_quantization(raw, tensor_files(folder))
+        config = load_model_config(folder)
+        if not has_language:
+            config = replace(config, language=replace(config.language, num_layers=1, vocab_size=1))
         with torch.device("meta"):
-            model = VLM(load_model_config(folder))
+            model = VLM(config)
         if quantization is not None:
             quantize_storage(model, quantization, family_of(folder))
     except CheckpointError as error:

@@ -934,15 +934,16 @@ def primitives(value):
 
 def to_primitives(plan):
     encoder = plan.encoder_parts, plan.pass_parts
-    return primitives((plan.number, plan.chunks, plan.images, *encoder, plan.page_copies, plan.started))
+    return primitives((plan.number, plan.chunks, plan.images, plan.loads, *encoder, plan.page_copies, plan.started))
 
 
 def from_primitives(data):
-    number, chunks, images, encoder_parts, pass_parts, page_copies, started = data
+    number, chunks, images, loads, encoder_parts, pass_parts, page_copies, started = data
     return StepPlan(
         number=number,
         chunks=tuple(Chunk(*c[:5], tuple(ImageFeatures(*image) for image in c[5]), *c[6:]) for c in chunks),
         images=tuple(ImageToEncode(*image) for image in images),
+        loads=tuple(ImageToEncode(*image) for image in loads),
         encoder_parts=encoder_parts,
         pass_parts=pass_parts,
         page_copies=page_copies,

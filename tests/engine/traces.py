@@ -14,6 +14,8 @@ Images are encoded in passes, in parts that steps run. The encoder-cache slots o
 its end, which is some time after its last part is launched, or earlier if the pass fails. A chunk that reads such an
 image makes the device wait.
 
+Some images came with their features, which a step copies into encoder-cache slots before its chunks.
+
 Some requests continue after output tokens that are known already, from none to all of the output.
 """
 
@@ -217,10 +219,12 @@ def _draw_request(rng: random.Random, seed: int, number: int, tokens: list[int],
     min_tokens = rng.choice([0, 0, max_tokens // 2])
     other_rng = random.Random(1000 * seed + number)
     has_grammar = min_tokens == 0 and other_rng.random() < 0.25
+    features_rng = random.Random(f"features {seed} {number}")
+    images = [replace(span, num_patches=0) if features_rng.random() < 0.2 else span for span in spans]
     return Request(
         id=f"{seed}-{number}",
         token_ids=tuple(tokens),
-        images=tuple(spans),
+        images=tuple(images),
         sampling=SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -288,6 +292,15 @@ class Device:
         for slot in [slot for image in encoder_pass.images for slot in image.slots]:
             self.encoder_slots[slot] = None
         self.passes.append(encoder_pass)
+
+    def load(self, images: Sequence[ImageToEncode], failures: dict[bytes, Failure]) -> None:
+        """Copy features that came with requests."""
+        for image in images:
+            assert self._slots_being_written().isdisjoint(image.slots), "a load writes to slots of an encoding"
+            failure = failures.get(image.key)
+            for number, slot in enumerate(image.slots):
+                self.encoder_slots[slot] = Features(image.key, number, failure)
+            self.encoded.append(EncodeResult(image.key, failure))
 
     def _slots_being_written(self) -> set[int]:
         return {slot for one in self.passes for image in one.images for slot in image.slots}
@@ -443,8 +456,9 @@ class Trace:
         self.turn_rng = random.Random(seed + 3_000_003)
         self.unread: dict[str, int] = {}
         """Number of steps in flight that sample a token of a request, by request id."""
-        self.encoding: dict[bytes, tuple[int, int]] = {}
-        """Plan number and patches of images whose encoding result is not reported, by salted key."""
+        self.encoding: dict[bytes, tuple[int | None, int]] = {}
+        """Plan number and patches of images whose encoding result is not reported, by salted key. Images whose features
+        are loaded have no plan number."""
         self.parts_left = 0
         """Parts of the pass in progress that are not launched."""
         self.in_progress: int | None = None
@@ -607,11 +621,12 @@ class Trace:
             assert image.key == self.expected[image.request_id].image_keys[image.image_index]
             assert len(image.slots) == -(-span.num_tokens // ENCODER_SLOT_TOKENS)
             assert image.key not in self.encoding, "an image is encoded while it is being encoded"
+            assert span.num_patches, "an image with features is encoded"
             patches.append(span.num_patches)
         assert sum(patches) <= most or len(patches) == 1, "a pass encodes too many patches"
         most_patches = self.setting.limits.max_encoder_patches
         is_large = sum(patches) > most_patches
-        numbers = {number for number, _ in self.encoding.values()}
+        numbers = {number for number, _ in self.encoding.values()} - {None}
         if patches:
             assert self.num_parts_left == 0, "a pass begins before the parts of another one are launched"
             assert plan.pass_parts == ENCODER_PARTS * (1 if not is_large else -(-sum(patches) // most_patches))
@@ -620,6 +635,12 @@ class Trace:
             assert plan.pass_parts == 0
         for image, num_patches in zip(plan.images, patches, strict=True):
             self.encoding[image.key] = plan.number, num_patches
+        for image in plan.loads:
+            assert not self.live[image.request_id].images[image.image_index].num_patches, "there are no features"
+            assert image.key == self.expected[image.request_id].image_keys[image.image_index]
+            assert image.key not in self.encoding, "an image is loaded while it is being encoded"
+            self.encoding[image.key] = None, 0
+            self.seen.add("loaded image" if self.num_parts_left == 0 else "loaded image during a pass")
         assert plan.encoder_parts <= self.num_parts_left, "parts are run of a pass that is over"
         assert plan.encoder_parts <= turn.num_parts, "the encoder delays others by more than it may"
         self.parts_left -= plan.encoder_parts
@@ -642,10 +663,10 @@ class Trace:
                         self.seen.add("image read while others decode")
                     continue
                 number = self.encoding[key][0]
-                assert number != self.in_progress or self.parts_left == 0, (
+                assert number is None or number != self.in_progress or self.parts_left == 0, (
                     "a chunk reads an image of a pass in progress"
                 )
-                self.seen.add("wait on the device")
+                self.seen.add("wait on the device" if number is not None else "image read as it is loaded")
 
     def _check_budgets(self, plan: StepPlan, budget: int | None) -> None:
         limits = self.setting.limits
@@ -796,6 +817,10 @@ class Trace:
             if self.setting.fault_rate and self.rng.random() < 0.05:
                 failures[self.rng.choice(plan.images).key] = self.rng.choice([BAD_IMAGE, NO_MEMORY])
             self.device.encode(EncoderPass(plan_there.images, plan_there.pass_parts, failures))
+        if plan.loads:
+            if self.setting.fault_rate and self.turn_rng.random() < 0.05:
+                failures[self.turn_rng.choice(plan.loads).key] = self.turn_rng.choice([BAD_IMAGE, NO_MEMORY])
+            self.device.load(plan_there.loads, failures)
         self.device.launch_parts(plan.encoder_parts)
         if plan.chunks and self.rng.random() < self.setting.fault_rate:
             failing.add(self.rng.choice(plan.chunks).request_id)

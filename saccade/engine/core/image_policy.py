@@ -7,7 +7,8 @@ Plain Python: no torch, no clock.
 Images are encoded in passes, one after another. A pass is divided into parts with about equally many blocks. A step
 runs some parts before its chunks, so that a pass delays the output tokens of other requests by a few parts at a time.
 The step that runs the last part of a pass can read its images, and so can later steps. An image that is larger than a
-pass is encoded alone, in more parts.
+pass is encoded alone, in more parts. An image whose features came with its request is in no pass: they are loaded in
+the first step that has room for it, which can read it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class _Encoding(NamedTuple):
     image_key: bytes
     """Key of the image without the salt."""
     num_patches: int
-    pass_number: int
-    """Number of the plan that began its pass."""
+    pass_number: int | None
+    """Number of the plan that began its pass. None: its features are loaded."""
 
 
 class _Pass:
@@ -70,6 +71,15 @@ class ImagePlan(NamedTuple):
     """Parts to run in this step."""
     pass_parts: int
     """Parts of the whole pass that begins; 0 if none does."""
+    loads: tuple[ImageToEncode, ...] = ()
+    """Images whose features are loaded."""
+
+
+class PlannedImages(NamedTuple):
+    """How many images a plan has so far."""
+
+    num_encoded: int
+    num_loaded: int
 
 
 NO_IMAGES = ImagePlan((), 0, 0)
@@ -92,6 +102,7 @@ class ImagePolicy:
         self._quarantine: dict[bytes, None] = {}  # keys of images that could not be encoded, oldest first
         # State of the plan that is being made.
         self._images: list[ImageToEncode] = []
+        self._loads: list[ImageToEncode] = []
         self._to_release: list[bytes] = []
         self._number = self._num_parts = self._patches_left = 0
         self._unreadable: int | None = None  # number of the pass whose images this plan cannot read
@@ -144,19 +155,25 @@ class ImagePolicy:
         in_progress = None if self.current_pass is None else self.current_pass.number
         for index in range(state.first_image, len(state.image_keys)):
             key = state.image_keys[index]
-            if not self.cache.contains(key) or not self._is_complete(key, in_progress):
+            is_new = not self.cache.contains(key)
+            if is_new and not state.request.images[index].num_patches:
+                continue  # the next step loads it
+            if is_new or not self._is_complete(key, in_progress):
                 return state.request.images[index].start
         return None
 
     def _is_complete(self, key: bytes, unreadable: int | None) -> bool:
         """Whether the image's encoding is complete or in a pass other than number `unreadable`."""
-        return self.cache.is_ready(key) or self._encoding[key].pass_number != unreadable
+        if self.cache.is_ready(key):
+            return True
+        pass_number = self._encoding[key].pass_number
+        return pass_number is None or pass_number != unreadable
 
     # ---- a plan
 
     def begin_plan(self, number: int, turn: EncoderTurn) -> None:
         """Begin plan `number`. It can begin a pass only if none is in progress."""
-        self._images, self._to_release, self._is_cache_full = [], [], False
+        self._images, self._loads, self._to_release, self._is_cache_full = [], [], [], False
         self._number, self._num_parts, self._patches_left, self._unreadable = number, turn.num_parts, 0, None
         if self.current_pass is None:
             if turn.num_parts:
@@ -170,9 +187,9 @@ class ImagePolicy:
         return self._patches_left > 0
 
     @property
-    def num_planned(self) -> int:
-        """Number of images in the pass that this plan begins."""
-        return len(self._images)
+    def planned(self) -> PlannedImages:
+        """Images that this plan encodes or loads so far."""
+        return PlannedImages(len(self._images), len(self._loads))
 
     def enter(self, state: RequestState, end: int) -> int:
         """Acquire images of a request, and add new ones to the pass.
@@ -195,7 +212,7 @@ class ImagePolicy:
         index = state.next_image
         span, key = state.request.images[index], state.image_keys[index]
         is_new = not self.cache.contains(key)
-        if is_new and not self._fits_pass(span.num_patches):
+        if is_new and span.num_patches and not self._fits_pass(span.num_patches):
             self._patches_left = 0  # no later image overtakes this one
             return False
         if self._is_cache_full or not self.cache.can_acquire(key, span.num_tokens):
@@ -203,10 +220,14 @@ class ImagePolicy:
             return False
         self.cache.acquire(key, span.num_tokens)
         state.next_image += 1
-        if is_new:
+        planned = ImageToEncode(state.request.id, index, key, self.cache.slots(key))
+        if is_new and not span.num_patches:
+            self._encoding[key] = _Encoding(span.key, 0, None)
+            self._loads.append(planned)
+        elif is_new:
             self._patches_left -= span.num_patches
             self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
-            self._images.append(ImageToEncode(state.request.id, index, key, self.cache.slots(key)))
+            self._images.append(planned)
             if self._num_parts < self._parts_of(self._planned_patches()):
                 self._unreadable = self._number
         return True
@@ -218,12 +239,13 @@ class ImagePolicy:
     def _planned_patches(self) -> int:
         return sum([self._encoding[image.key].num_patches for image in self._images])
 
-    def undo(self, num_planned: int) -> None:
-        """Remove images after the first `num_planned` from the pass: the request that acquired them was preempted."""
-        for planned in self._images[num_planned:]:
-            self.cache.evict(planned.key)
-            del self._encoding[planned.key]
-        del self._images[num_planned:]
+    def undo(self, before: PlannedImages) -> None:
+        """Remove images that were planned after `before`: the request that acquired them was preempted."""
+        for images, count in zip((self._images, self._loads), before, strict=True):
+            for planned in images[count:]:
+                self.cache.evict(planned.key)
+                del self._encoding[planned.key]
+            del images[count:]
 
     def features(self, state: RequestState, end: int) -> tuple[ImageFeatures, ...]:
         """Images with a token in the request's chunk that ends at `end`."""
@@ -247,7 +269,7 @@ class ImagePolicy:
             pass_parts = self._parts_of(num_patches)
             self.current_pass = _Pass(self._number, num_patches, pass_parts)
         self._patches_left = 0
-        return ImagePlan(tuple(self._images), self._advance(), pass_parts)
+        return ImagePlan(tuple(self._images), self._advance(), pass_parts, tuple(self._loads))
 
     def _advance(self) -> int:
         """Take parts of the pass in progress into the plan; returns how many."""

@@ -110,6 +110,7 @@ class EngineCore:
             num_pages=device.num_pages,
             page_size=config.page_size,
             max_requests=config.max_requests,
+            feature_bytes=device.feature_bytes,
         )
         self.inbox: Inbox = queue.SimpleQueue()
         self._runner, self._clock = runner, clock

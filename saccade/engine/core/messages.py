@@ -110,3 +110,5 @@ class CoreInfo:
     """Tokens per page."""
     max_requests: int
     """Maximum number of running requests."""
+    feature_bytes: int = 0
+    """Bytes of the features of an image token."""

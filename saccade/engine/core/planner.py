@@ -83,6 +83,7 @@ class StepPlanner:
             number=number,
             chunks=tuple(self._chunks),
             images=images.images,
+            loads=images.loads,
             encoder_parts=images.num_parts,
             pass_parts=images.pass_parts,
             page_copies=tuple(self._page_copies),
@@ -140,10 +141,10 @@ class StepPlanner:
 
     def _acquire(self, state: RequestState, end: int) -> int:
         """Acquire images and pages for a chunk. Returns its end, which is its start if nothing can be computed."""
-        start, num_images = state.num_computed_tokens, self._images.num_planned
+        start, images = state.num_computed_tokens, self._images.planned
         end = self._images.enter(state, end)
         if end > start and not self._allocate_pages(state, end):
-            self._images.undo(num_images)
+            self._images.undo(images)
             return start
         return end
 

@@ -245,7 +245,7 @@ class Scheduler:
             num_running = self.num_running
             planner = self._planner(token_budget, deferred)
             plan = planner.make(self._num_planned, turn if self._is_decoding else EncoderTurn())
-            if plan.chunks or plan.encoder_parts or plan.started:
+            if plan.chunks or plan.encoder_parts or plan.loads or plan.started:
                 self._num_planned += 1
                 self._in_flight.append(_InFlight(plan, planner.planned))
                 return plan

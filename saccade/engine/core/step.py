@@ -91,6 +91,8 @@ class StepPlan:
     """Chunks to compute, at most one per request."""
     images: tuple[ImageToEncode, ...] = ()
     """Images of the encoder pass that begins in this step."""
+    loads: tuple[ImageToEncode, ...] = ()
+    """Images whose features came with their request: they are copied into the encoder cache before the chunks."""
     encoder_parts: int = 0
     """Parts of this pass, or of the pass in progress, to run before the chunks."""
     pass_parts: int = 0

@@ -33,6 +33,8 @@ class DeviceInfo:
     """Maximum patches of a vision encoder pass with several images."""
     is_cpu: bool
     """Whether the model runs on the CPU."""
+    feature_bytes: int = 0
+    """Bytes of the features of an image token, as the encoder cache has them."""
 
 
 class DeviceCounters(NamedTuple):

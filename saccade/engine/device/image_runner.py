@@ -4,7 +4,8 @@
 
 The encoder runs on the stream of the steps. So a chunk that reads features runs after the part that writes them, and a
 pass that reuses slots runs after the steps that read them. If a pass fails, its images are encoded again in halves
-until the failing image is alone. The slots of that image have no features, and chunks that read them fail.
+until the failing image is alone. The slots of that image have no features, and chunks that read them fail. Features
+that came with a request are copied into their slots.
 
 Legend: M image tokens, F features of an image token.
 """
@@ -70,12 +71,33 @@ class ImageRunner:
             self.images = ()
             return self._isolate(images, error)
 
+    def load(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> tuple[EncodeResult, ...]:
+        """Copy the features that came with requests into the slots of their images."""
+        results = []
+        for planned in plan.loads:
+            image = requests[planned.request_id].prompt.images[planned.image_index]
+            failure = None
+            self._forget_failures([planned])
+            try:
+                features = to_device(image.patches.copy(), self.device).view(self.features.dtype)  # aligned, writable
+                index = feature_index(planned.slots, 0, image.span.num_tokens)
+                self.features.index_copy_(0, to_device(index, self.device), features)
+            except Exception as error:
+                failure = failure_of(self.device, "encoding", planned.request_id, error)
+                self.failures |= dict.fromkeys(planned.slots, failure)
+            results.append(EncodeResult(planned.key, failure))
+        return tuple(results)
+
     def start_pass(self, images: Sequence[PassImage], num_parts: int) -> None:
         """Start a pass that is divided into `num_parts` parts."""
-        for slot in [slot for one in images for slot in one.planned.slots] if self.failures else ():
-            self.failures.pop(slot, None)
+        self._forget_failures([one.planned for one in images])
         self.images = images
         self.encoder.start([one.image for one in images], num_parts)
+
+    def _forget_failures(self, images: Sequence[ImageToEncode]) -> None:
+        """Forget the failures of earlier images in the slots of new ones."""
+        for slot in [slot for one in images for slot in one.slots] if self.failures else ():
+            self.failures.pop(slot, None)
 
     def run_parts(self, num_parts: int) -> tuple[EncodeResult, ...]:
         """Run parts of the pass in progress. After the last part, store its features and return its images."""

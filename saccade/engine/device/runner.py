@@ -122,6 +122,7 @@ class Runner:
             max_draft_tokens=max_drafts,
             max_pass_patches=min(encoder.largest_budget or config.max_encoder_patches, config.max_encoder_patches),
             is_cpu=self.device.type == "cpu",
+            feature_bytes=model.feature_size * model.dtype.itemsize,
         )
         self._requests: dict[str, RequestInputs] = {}
         self._uncopied: dict[int, Failure] = {}  # by page whose copy failed, until a chunk reads it
@@ -183,6 +184,8 @@ class Runner:
         self._compiles.thread_id = threading.get_ident()
         with self.on_stream():
             images = self.images.run(plan, self._requests) if plan.encoder_parts else ()
+            if plan.loads:
+                images += self.images.load(plan, self._requests)
             self._start_slots(plan)
             self._unsampled = plan if plan.chunks else self._unsampled
             self._copy_pages(plan.page_copies)

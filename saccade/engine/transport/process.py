@@ -142,7 +142,7 @@ def _encode_message(message: Message, places: Sequence[Place] = ()) -> dict[str,
         "request": request_to_plain(message.request),
         "positions": np.ascontiguousarray(prompt.positions, np.int64).tobytes(),
         "images": [
-            {"grid": image.grid, "shape": image.patches.shape, "place": place}
+            {"grid": image.grid, "shape": image.patches.shape, "place": place, "is_encoded": image.is_encoded}
             for image, place in zip(prompt.images, places, strict=True)
         ],
     }
@@ -156,7 +156,7 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
     request, found = request_from_plain(message["request"]), message["images"]
     patches = map_patches(fds, [image["place"] for image in found], [image["shape"] for image in found])
     images = tuple(
-        PromptImage(span=span, grid=image["grid"], patches=one)
+        PromptImage(span=span, grid=image["grid"], patches=one, is_encoded=image["is_encoded"])
         for span, image, one in zip(request.images, found, patches, strict=True)
     )
     positions = np.frombuffer(message["positions"], np.int64).reshape(3, -1)

@@ -32,8 +32,9 @@ _MAX_KEPT_BYTES = 512 * 2**20
 
 Place = tuple[int, int]
 """Location of an image's patches: index of the segment among those of its request, and offset in bytes."""
-_Key = tuple[bytes, int]
-"""Key of an image and size of its patches, which may differ if the image is preprocessed again."""
+_Key = tuple[bytes, int, bool]
+"""Key of an image, size of its patches, which may differ if the image is preprocessed again, and whether they are its
+features."""
 
 
 class _Patches(NamedTuple):
@@ -59,7 +60,7 @@ class SharedImages:
         exhausted.
         """
         with self._lock:
-            keys = [(image.span.key, image.patches.nbytes) for image in images]
+            keys = [(image.span.key, image.patches.nbytes, image.is_encoded) for image in images]
             usable = {key: self._patches[key] for key in keys if key in self._patches}
             if len({patches.segment for patches in usable.values()}) >= MAX_SEGMENTS:
                 usable = {}

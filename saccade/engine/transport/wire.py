@@ -3,7 +3,8 @@
     version number (1 byte), msgpack of plain data
 
 A request names its images and videos by their hashes and describes what they were made of; the media themselves travel
-apart (`media_of`), to an engine that does not have them. Messages of another version are refused.
+apart (`media_of`), to an engine that does not have them. An encoder gets an image by itself, and returns its features.
+Messages of another version are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 
-from saccade.engine.media import TaskDescription
+from saccade.engine.media import EncodedImage, TaskDescription
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Request, RequestOutput
 from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
@@ -69,6 +70,32 @@ def media_of(prompt: TokenPrompt) -> list[bytes]:
     """The data of each image and video of a prompt, in the order of `SentRequest.tasks`."""
     assert prompt.sources is not None, "media are those of the sources of a prompt: use measures_only"
     return [task.media() for task in prompt.sources.tasks]
+
+
+def encode_task(task: TaskDescription, salt: bytes) -> bytes:
+    """An image or video that an encoder is to encode, as a message without its media."""
+    return _encode({"task": dataclasses.asdict(task), "salt": salt})
+
+
+def decode_task(message: bytes) -> tuple[TaskDescription, bytes]:
+    """Inverse of `encode_task`. ConfigError: the message has another version, or cannot be read."""
+    return _decode(message, lambda fields: (TaskDescription(**fields["task"]), fields["salt"]))
+
+
+def encode_image(image: EncodedImage) -> bytes:
+    """An encoded image as a message."""
+    fields = {name: getattr(image, name) for name in ("grid", "texts", "num_pixels")}
+    return _encode(fields | {"shape": image.features.shape, "features": image.features.data})
+
+
+def decode_image(message: bytes) -> EncodedImage:
+    """Inverse of `encode_image`. ConfigError: the message has another version, or cannot be read."""
+    return _decode(message, _encoded_image)
+
+
+def _encoded_image(fields: dict[str, Any]) -> EncodedImage:
+    features = np.frombuffer(fields.pop("features"), np.uint8).reshape(fields.pop("shape"))
+    return EncodedImage(**fields, features=features)
 
 
 def encode_outputs(outputs: Sequence[RequestOutput]) -> bytes:

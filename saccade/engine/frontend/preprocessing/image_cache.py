@@ -27,9 +27,11 @@ class ProcessedImage:
     """The tokens that replace its placeholder."""
     patches: Pixels
     """The patches of its spans in order, read-only: [patches, patch_dim]. A still image may have [patches, frame_dim],
-    or its pixels, [height, width, 3]."""
+    or its pixels, [height, width, 3]; an image that was encoded elsewhere has its features, [tokens, bytes]."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
+    is_encoded: bool = False
+    """Whether `patches` is the features."""
 
 
 class ProcessedImageCache:

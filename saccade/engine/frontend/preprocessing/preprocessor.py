@@ -26,8 +26,9 @@ from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
 from saccade.engine.frontend.preprocessing.media import MediaReader
 from saccade.engine.frontend.preprocessing.processed_images import ProcessedImages
 from saccade.engine.frontend.preprocessing.prompt_assembly import assemble_prompt, find_placeholders, plain_ids
+from saccade.engine.frontend.preprocessing.prompt_processor import Patchified
 from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
-from saccade.engine.media import ImageTask, MediaMissingError, TaskDescription
+from saccade.engine.media import EncodedImage, ImageTask, MediaMissingError, TaskDescription
 from saccade.engine.prompt import PromptSources, TokenPrompt
 from saccade.errors import RequestError
 from saccade.processor.image import MediaBudget, MediaLimits
@@ -154,14 +155,14 @@ class Preprocessor:
         self,
         token_ids: Sequence[int],
         tasks: Sequence[TaskDescription],
-        media: Sequence[bytes | None],
+        media: Sequence[bytes | EncodedImage | None],
         *,
         salt: bytes = b"",
     ) -> Future[TokenPrompt]:
         """The prompt of the `sources` of a prompt without patches: token ids with one placeholder per task.
 
-        `media` has the data of each task, or None where `has` found the image. MediaMissingError: it was evicted since,
-        and nothing is started.
+        `media` has the data of each task, the encoded image, or None where `has` found the image. MediaMissingError: it
+        was evicted since, or the encoded image does not fit the task, and nothing is started.
         """
         images = self._found(tasks, media, salt)
         found = [image for image in images if isinstance(image, Future)]
@@ -179,6 +180,10 @@ class Preprocessor:
         else:
             self._start(future, done(ids), [task.kind for task in tasks], images, salt)
         return future
+
+    def patchify(self, task: ImageTask) -> Future[Patchified]:
+        """An image or video by itself, which is not kept. Waits while many images are read ahead."""
+        return self._images.patchify(task)
 
     def has(self, digest: bytes, salt: bytes) -> bool:
         """Whether the image or video with this digest (`ImageTask.digest`) is processed, or being processed."""
@@ -253,18 +258,19 @@ class Preprocessor:
             )
 
     def _found(
-        self, tasks: Sequence[TaskDescription], media: Sequence[bytes | None], salt: bytes
+        self, tasks: Sequence[TaskDescription], media: Sequence[bytes | EncodedImage | None], salt: bytes
     ) -> list[Readable | Future[ProcessedImage]]:
         """Images that are processed already, or the data that they are read from."""
         images: list[Readable | Future[ProcessedImage]] = []
         missing = []
         for number, (task, data) in enumerate(zip(tasks, media, strict=True)):
-            if data is not None:
-                images.append(partial(task.with_media, data))
-            elif (found := self._images.find(task.digest, salt)) is not None:
-                images.append(found)
+            found: Readable | Future[ProcessedImage] | None
+            if isinstance(data, EncodedImage):
+                found = self._images.put(task, data, salt)
             else:
-                missing.append(number)
+                found = self._images.find(task.digest, salt) if data is None else partial(task.with_media, data)
+            images += [] if found is None else [found]
+            missing += [number] if found is None else []
         if missing:
             self._images.leave([image for image in images if isinstance(image, Future)])
             raise MediaMissingError(missing)

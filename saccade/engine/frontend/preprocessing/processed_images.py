@@ -15,8 +15,9 @@ from saccade.engine.frontend.preprocessing.backends import LocalBackend, Process
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, VisualMetadata
 from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage, ProcessedImageCache
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, as_pixels
-from saccade.engine.media import ImageTask
-from saccade.processor.parts import VisualKind
+from saccade.engine.media import EncodedImage, ImageTask, TaskDescription
+from saccade.errors import RequestError
+from saccade.processor.parts import VisualKind, feature_spans
 
 _READ_AHEAD_BYTES = 512 * 2**20
 """Bytes of images that are read before a worker is free for them."""
@@ -46,9 +47,23 @@ class ProcessedImages:
             if (found := self._find(cache_key)) is not None:
                 return found
             image = self._in_progress[cache_key] = _ImageInProgress(cache_key)
-        image.job = self._start(task)
+        image.job = self.patchify(task)
         image.job.add_done_callback(partial(self._finish, task.kind, task.digest, image))
         return image
+
+    def put(self, task: TaskDescription, image: EncodedImage, salt: bytes) -> Future[ProcessedImage] | None:
+        """Keep an image that was encoded elsewhere. None: it is not what the task describes."""
+        try:
+            parts = self._backend.rules.parts(task.kind, image.grid, task.fps, image.texts)
+        except (ValueError, TypeError, LookupError, ArithmeticError, RequestError):
+            return None
+        if sum(span.length for span in feature_spans(parts)) != len(image.features):
+            return None
+        key = image_key(self._backend.metadata.result().of(task.kind), task.digest)
+        processed = ProcessedImage(key, parts, image.features, image.num_pixels, is_encoded=True)
+        with self._lock:
+            self.cache.put(salted(salt, task.digest), processed)
+        return done(processed)
 
     def has(self, digest: bytes, salt: bytes) -> bool:
         """Whether the image with this digest is cached or in progress."""
@@ -89,7 +104,7 @@ class ProcessedImages:
         with self._lock:
             self.cache.clear()
 
-    def _start(self, task: ImageTask) -> Future[Patchified]:
+    def patchify(self, task: ImageTask) -> Future[Patchified]:
         """Have a worker preprocess an image, unless it was sent as pixels that are measured or the device patchifies.
 
         Never raises: a job that cannot start has failed, for all prompts with this image.

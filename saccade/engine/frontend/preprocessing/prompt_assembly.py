@@ -30,18 +30,25 @@ def assemble_prompt(
     return TokenPrompt(token_ids=expanded, positions=positions, images=tuple(prompt_images))
 
 
+def images_by_themselves(image: ProcessedImage) -> list[PromptImage]:
+    """Each span of features of an image or video that is in no prompt."""
+    return list(_prompt_images(image, [0] * len(feature_spans(image.parts))))
+
+
 def _prompt_images(image: ProcessedImage, starts: Sequence[int]) -> Iterator[PromptImage]:
     """Each span of features of an image or video, with its first token and its patches."""
     spans, first = feature_spans(image.parts), 0
     for number, (span, start) in enumerate(zip(spans, starts, strict=False)):
-        patches = image.patches if len(spans) == 1 else image.patches[first : first + span.num_patches]
+        num_rows = span.length if image.is_encoded else span.num_patches
+        patches = image.patches if len(spans) == 1 else image.patches[first : first + num_rows]
         key = image.key if len(spans) == 1 else hashlib.sha256(image.key + number.to_bytes(4)).digest()
         yield PromptImage(
             span=ImageSpan(key=key, start=start, num_tokens=span.length, num_patches=span.num_patches),
             grid=span.grid,
             patches=patches,
+            is_encoded=image.is_encoded,
         )
-        first += span.num_patches
+        first += num_rows
 
 
 def find_placeholders(
