@@ -24,6 +24,7 @@ from saccade.kernels.grouped_lora import add_lora, grouped_lora, lora_swiglu
 from saccade.model.checkpoint_reader import read_tensors, tensor_names
 from saccade.model.linear import Projection, projections
 from saccade.model.merged_projections import RowAdapters, merge_with_rows
+from saccade.model.shard import Shard
 from saccade.model.weights import check_finite
 from saccade.processor.folder import read_json
 
@@ -231,6 +232,7 @@ class AdapterBank:
         self._stacks: dict[str, tuple[AdapterStack, int]] = {}
         self.shapes: dict[str, tuple[int, int]] = {}
         """Outputs and inputs of the projections that can have adapters, by name."""
+        self._shards: dict[str, Shard | None] = {}
         padded_rank = max(_MIN_RANK, 1 << (max_rank - 1).bit_length())
         for names in _groups(model):
             parts = [model.get_submodule(name) for name in names]
@@ -238,7 +240,8 @@ class AdapterBank:
             for number, (name, part) in enumerate(zip(names, parts, strict=True)):
                 assert isinstance(part, Projection), "adapters are on projections"
                 part.adapters = stack
-                self._stacks[name], self.shapes[name] = (stack, number), part.stored_shape
+                self._stacks[name], self.shapes[name] = (stack, number), part.whole_shape
+                self._shards[name] = part.shard
         language: Any = model.get_submodule("language")
         language.num_adapter_slots = num_slots
         if device.type == "cuda":
@@ -255,8 +258,17 @@ class AdapterBank:
         """Fill a slot, from 0, after the work that is queued on the current stream."""
         assert adapter.rank <= self.max_rank, "the rank is checked before"
         for name, (stack, part) in self._stacks.items():
-            stack.set(slot, part, adapter.matrices.get(name))
+            stack.set(slot, part, _own_part(adapter.matrices.get(name), self._shards[name]))
         self._scale_S[slot] = adapter.scale
+
+
+def _own_part(matrices: tuple[Tensor, Tensor] | None, shard: Shard | None) -> tuple[Tensor, Tensor] | None:
+    """The matrices of this tensor rank: B A x of its outputs, or its part of the sum over the inputs."""
+    if matrices is None or shard is None:
+        return matrices
+    lora_A, lora_B = matrices
+    own = slice(shard.start, shard.stop)
+    return (lora_A, lora_B[own]) if shard.dim == 0 else (lora_A[:, own], lora_B)
 
 
 def _groups(model: nn.Module) -> list[tuple[str, ...]]:

@@ -70,6 +70,7 @@ class FakeQuantizedLinear(Projection):
     def __init__(self, linear: Linear, *, form: Form, group_size: int = 128, bits: int = 4, dtype: torch.dtype) -> None:
         """Replace a plain layer and take its parameters. `dtype`: the compute dtype."""
         super().__init__(linear.in_features, linear.out_features)
+        self.shard = linear.shard
         self._stored_shape, self._shapes = linear.stored_shape, linear.checkpoint_shapes()
         self.form: Form = form
         self._bits = bits

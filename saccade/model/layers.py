@@ -1,15 +1,18 @@
 """Norms and MLPs, used by vision towers and decoder."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import rms_norm
 from saccade.model.linear import Linear
 from saccade.model.merged_projections import RowAdapters, project, project_gated
 from saccade.model.normed_sum import Input, NormedSum
+from saccade.model.shard import Shard
 
 
 class RMSNorm(nn.Module):
@@ -135,3 +138,23 @@ def make_embedding(num_rows: int, size: int) -> nn.Embedding:
     if not weight_ND.is_meta:
         nn.init.normal_(weight_ND)
     return nn.Embedding(num_rows, size, _weight=weight_ND)
+
+
+class ShardedEmbedding(nn.Embedding):
+    """The rows of an embedding that a tensor rank holds, on the meta device; tokens of other ranks have zeros."""
+
+    def __init__(self, shard: Shard, size: int, dtype: torch.dtype) -> None:
+        rows = shard.stop - shard.start
+        super().__init__(rows, size, _weight=torch.empty(rows, size, device="meta", dtype=dtype))
+        self.shard = replace(shard, shapes={"weight": (shard.size, size)})
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of its part of every tensor on disk."""
+        return {"weight": (self.num_embeddings, self.embedding_dim)}
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] to [T, D]."""
+        row_T = token_ids - self.shard.start
+        is_here_T = (row_T >= 0) & (row_T < self.num_embeddings)
+        rows_TD = F.embedding(row_T.clamp(0, self.num_embeddings - 1), self.weight)
+        return rows_TD.masked_fill(~is_here_T.unsqueeze(-1), 0.0)

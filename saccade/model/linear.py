@@ -20,10 +20,11 @@ Nothing else in the package reads a projection's weight, except loading, export 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.small_linear import norm_gated_linear, norm_linear, norm_linear_into, small_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
 from saccade.model.normed_sum import Input, NormedSum
+from saccade.model.shard import Shard
 
 if TYPE_CHECKING:
     from saccade.model.merged_projections import Adapters, MergedStorage
@@ -56,11 +58,29 @@ class Projection(nn.Module):
         """LoRA adapters chosen per row (`adapters.py`); one object for all projections of an input."""
         self.merged: MergedStorage | None = None
         """The matrix that stores this projection with others of its input; None: it has its own storage."""
+        self.shard: Shard | None = None
+        """The outputs or inputs that this tensor rank holds; None: all (`tensor_parallel.py`)."""
+        self.maximum: Callable[[Tensor], Tensor] | None = None
+        """The maximum over the ranks that hold the other inputs, for activations that are rounded."""
+        self.vocabulary_group: dist.ProcessGroup | None = None
+        """The ranks that hold the other outputs of a head."""
 
     @property
     def stored_shape(self) -> tuple[int, int]:
-        """Outputs and inputs in a checkpoint."""
+        """Outputs and inputs in a checkpoint; of a shard, its own."""
         return self.out_features, self.in_features
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Outputs and inputs in a checkpoint, of all tensor ranks."""
+        sizes = list(self.stored_shape)
+        if self.shard is not None:
+            sizes[self.shard.dim] = self.shard.size
+        return sizes[0], sizes[1]
+
+    def of_size(self, out_features: int, in_features: int, *, of_inputs: bool = False) -> Self:
+        """An empty projection of this form with other sizes, padded alike. `of_inputs`: for some inputs of it."""
+        raise NotImplementedError
 
     def linear(self, x: Tensor) -> Tensor:
         """[..., D] to [..., N]: x W' + bias."""
@@ -92,7 +112,7 @@ class Projection(nn.Module):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Sum of the cross entropy of x W' over the labels that are not -100, divided by `count`."""
-        logits = self.linear(x_TD).float()
+        logits = self(x_TD).float()
         return F.cross_entropy(logits, labels_T, reduction="sum", label_smoothing=label_smoothing) / count
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -177,6 +197,12 @@ class Linear(Projection):
 
     def _weight_shape(self) -> tuple[int, ...]:
         return self.out_features, self.in_features
+
+    def of_size(self, out_features: int, in_features: int, *, of_inputs: bool = False) -> Self:
+        """See `Projection`."""
+        assert self.bias is None or not of_inputs, "a bias is added once, not by every rank"
+        aligns = {"aligns_in": self.num_padding_inputs > 0, "aligns_out": self.num_padding_outputs > 0}
+        return type(self)(in_features, out_features, bias=self.bias is not None, **aligns).to(self.weight.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -269,8 +295,9 @@ class Linear(Projection):
     ) -> Tensor:
         """See `Projection`. `num_labels` is an upper bound on the labels that count."""
         return linear_cross_entropy(
-            x_TD, self.weight, labels_T, count=count, num_labels=num_labels, label_smoothing=label_smoothing
-        )
+            x_TD, self.weight, labels_T, count=count, num_labels=num_labels, label_smoothing=label_smoothing,
+            group=self.vocabulary_group, vocab_start=0 if self.shard is None else self.shard.start,
+        )  # fmt: skip
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self | None:
@@ -305,9 +332,16 @@ def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
 
 
 def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter on disk: without the padding that projections have in memory."""
+    """Shape of every parameter on disk: without the padding of projections in memory, and of all tensor ranks."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for prefix, module in projections(model):
-        own = {f"{prefix}.{name}": shape for name, shape in module.checkpoint_shapes().items()}
+    for prefix, module in model.named_modules():
+        shard: Shard | None = getattr(module, "shard", None)
+        if shard is not None:
+            stored = shard.shapes
+        elif isinstance(module, Projection):
+            stored = module.checkpoint_shapes()
+        else:
+            continue
+        own = {f"{prefix}.{name}": shape for name, shape in stored.items()}
         shapes |= {name: shape for name, shape in own.items() if name in shapes}  # a tied head is the embedding
     return shapes

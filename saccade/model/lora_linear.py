@@ -113,6 +113,7 @@ class LoraLinear(Projection):
     ) -> None:  # fmt: skip
         """Replace a plain layer. `dtype` is the compute dtype; the adapter has the dtype of the layer's parameters."""
         super().__init__(linear.in_features, linear.out_features)
+        self.shard = linear.shard
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         self.dropout, self.quantization, self._dtype = dropout, quantization, dtype
         self.is_adapted = True

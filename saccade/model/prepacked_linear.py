@@ -19,7 +19,7 @@ class PrepackedLinear(Projection):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__(layer.in_features, layer.out_features)
-        self._stored_shape = layer.stored_shape
+        self._stored_shape, self.shard = layer.stored_shape, layer.shard
         self.weight = nn.Parameter(prepack(layer.weight), requires_grad=False)
         self.bias = layer.bias
 
@@ -43,7 +43,7 @@ class PrepackedPart(Projection):
     def __init__(self, layer: Linear, first: int) -> None:
         """`first`: where its outputs begin in those of the whole."""
         super().__init__(layer.in_features, layer.out_features)
-        self._first, self._stored_shape = first, layer.stored_shape
+        self._first, self._stored_shape, self.shard = first, layer.stored_shape, layer.shard
 
     @property
     def stored_shape(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.dequantize_int4 import interleave_int4, pack_int4, unpack_int4
-from saccade.kernels.quantize_activation import quantize_activation, round_to
+from saccade.kernels.quantize_activation import LARGEST, quantize_activation, round_to
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
 from saccade.kernels.small_linear_w4a16 import (
     Weight4bit,
@@ -32,7 +32,7 @@ from saccade.kernels.small_linear_w4a16 import (
 )
 from saccade.kernels.small_matmul_w8a8 import small_matmul_w8a8
 from saccade.kernels.swiglu import swiglu, swiglu_quant
-from saccade.model.linear import Linear, Projection
+from saccade.model.linear import ALIGNMENT, Linear, Projection
 from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.quantization import QuantizationConfig, StoredScheme
 
@@ -56,6 +56,19 @@ class QuantizedLinear(Projection):
     def stored_shape(self) -> tuple[int, int]:
         """See `Projection`."""
         return self._stored
+
+    def of_size(self, out_features: int, in_features: int, *, of_inputs: bool = False) -> Self:
+        """See `Projection`."""
+        assert self.bias is None or not of_inputs, "a bias is added once, not by every rank"
+        is_padded = self.out_features > self._stored[0], self.in_features > self._stored[1]
+        sizes = out_features, in_features
+        padding = [-size % ALIGNMENT if padded else 0 for size, padded in zip(sizes, is_padded, strict=True)]
+        form: Any = type(self)
+        found: Self = form(
+            in_features + padding[1], out_features + padding[0], self.scheme, padding=(padding[0], padding[1]),
+            bias=self.bias is not None,
+        )  # fmt: skip
+        return found
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor on disk."""
@@ -181,18 +194,24 @@ class Linear8bit(QuantizedLinear):
 
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
         """See `Projection`."""
-        if self.input_scale is not None:
+        if self.input_scale is not None or self.maximum is not None:
             return super().gated(gate, up, saves_activation=saves_activation)
         quantized, scale_T = swiglu_quant(gate.flatten(0, -2), up.flatten(0, -2), self.dtype)
         return self._matmul(quantized, scale_T, gate.dtype).view(*gate.shape[:-1], self.out_features)
 
     def _quantize(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
-            return quantize_activation(x_TD, self.dtype)
+            return quantize_activation(x_TD, self.dtype) if self.maximum is None else self._quantize_together(x_TD)
         scaled = x_TD.float() / self.input_scale
         if self.input_zero_point is not None:
             scaled = scaled + self.input_zero_point
         return round_to(scaled, self.dtype), self.input_scale.repeat(len(x_TD))
+
+    def _quantize_together(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Round tokens whose channels are divided over tensor ranks by the largest channel of all ranks."""
+        assert self.maximum is not None, "checked by the caller"
+        scale_T = self.maximum(x_TD.float().abs().amax(1)) / LARGEST[self.dtype]
+        return round_to(x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1), self.dtype), scale_T
 
     def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
         weight_ND, bias_N = self.weight.view(self.dtype), self.bias if self.offset is None else self.offset
@@ -260,6 +279,15 @@ class Linear4bit(QuantizedLinear):
         self._waiting: dict[str, Tensor] = {}
         """Tensors that are loaded together: the weight, and the groups of its inputs."""
 
+    def of_size(self, out_features: int, in_features: int, *, of_inputs: bool = False) -> Self:
+        """See `Projection`. Groups of inputs stay whole."""
+        if of_inputs and self.scheme.group_size is not None and in_features % self._group:
+            raise CheckpointError(
+                f"{in_features} inputs of a tensor-parallel rank are no whole groups of {self._group} int4 weights. "
+                "Use fewer ranks, or quantize with smaller groups"
+            )
+        return super().of_size(out_features, in_features, of_inputs=of_inputs)
+
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `QuantizedLinear`."""
         outputs, inputs = self._stored
@@ -292,8 +320,15 @@ class Linear4bit(QuantizedLinear):
 
     def _input_order(self, groups_D: Tensor) -> Tensor:
         """[D] int32: the inputs of the first group, then those of the second, and so on."""
+        if self.shard is not None and self.shard.dim == 1:
+            groups_D = groups_D - self.shard.start // self._group
         sizes = torch.bincount(groups_D.long().clamp_min(0), minlength=self._stored[1] // self._group)
         if int(groups_D.min()) < 0 or not bool((sizes == self._group).all()):
+            if self.shard is not None and self.shard.dim == 1:
+                raise CheckpointError(
+                    "g_idx: groups of inputs in the order of desc_act (actorder) cannot be divided over "
+                    "tensor-parallel ranks. Use one rank, or quantize without it"
+                )
             raise CheckpointError(
                 f"g_idx: the inputs of a layer do not form groups of {self._group}. Copy the checkpoint again, or "
                 "quantize without desc_act"

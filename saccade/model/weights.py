@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
-from saccade.errors import CheckpointError
+from saccade.errors import CheckpointError, UserError
 from saccade.model.checkpoint_reader import StoredTensor, read_header, read_tensors, tensor_files
 from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.families import family_of, load_model_config
@@ -26,6 +26,8 @@ from saccade.model.linear import Projection, checkpoint_shapes
 from saccade.model.merged_projections import merge_storage
 from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import shard_model, tensor_slices
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
 
@@ -35,6 +37,7 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json", "processor_config.json", "generation_config.json",
 )  # fmt: skip
 """Files copied along with the weights from one checkpoint folder to another."""
+EMBEDDING = "language.embed_tokens.weight"
 _UNREAD = (".weight_shape", ".k_scale", ".v_scale")
 """Tensors of quantized layers that the engine does not need: it computes scales of keys and values per token itself."""
 _OPTIONAL = (".input_zero_point", ".weight_g_idx")
@@ -47,21 +50,34 @@ _RENAMED = {
 
 
 def load_model(
-    folder: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype | None = None
+    folder: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = None,
+    tensor_rank: TensorRank = TensorRank(),  # noqa: B008
 ) -> VLM:
-    """Load the model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one."""
+    """Load the model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one.
+
+    `tensor_rank`: which part of it, for tensor parallelism; nothing else is read. `connect` it to the other ranks.
+    """
     folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
     family = family_of(folder)
     model, quantization = meta_model(folder)
+    try:
+        shard_model(model, tensor_rank)
+        slices = tensor_slices(model)
+    except UserError as error:
+        raise type(error)(f"{folder}: {error}") from error
     files = tensor_files(folder)
     shapes = tensor_shapes(files, any_dtype=dtype is not None, is_quantized=quantization is not None)
     names = match_tensors(shapes, model, family, folder)
-    for name, tensor in read_tensors(files, names, device):
+    parts = {name: slices[ours] for name, ours in names.items() if ours in slices}
+    for name, tensor in read_tensors(files, names, device, parts):
         load_tensor(model, names[name], tensor, dtype)
     parameters = {name: model.get_parameter(names[name]) for name in names}
     check_finite({name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}, folder)
     if model.config.tied_head:
-        _check_tied_copy(files, model, family.all_names("head.weight"), folder)
+        _check_tied_copy(files, model, family.all_names("head.weight"), slices.get(EMBEDDING), folder)
         model.tie_head()
     merge_storage(model)
     return model.eval()
@@ -207,10 +223,17 @@ def check_finite(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
         )
 
 
-def _check_tied_copy(files: dict[str, Path], model: VLM, head_names: Iterable[str], folder: Path) -> None:
+def _check_tied_copy(
+    files: dict[str, Path],
+    model: VLM,
+    head_names: Iterable[str],
+    part: tuple[slice, ...] | None,
+    folder: Path,
+) -> None:
     """A tied checkpoint may store the head as well; it must then equal the embedding."""
-    embedding = model.language.embed_tokens.weight
-    for head_name, head in read_tensors(files, [name for name in head_names if name in files], embedding.device):
+    embedding, found = model.language.embed_tokens.weight, [name for name in head_names if name in files]
+    parts = {} if part is None else dict.fromkeys(found, part)
+    for head_name, head in read_tensors(files, found, embedding.device, parts):
         if not torch.equal(head.to(embedding.dtype), embedding):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but {head_name} differs from the embedding. "

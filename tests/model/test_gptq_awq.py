@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from model.tensor_ranks import assert_ranks_equal_one
 from safetensors.torch import load_file, save_file
 
 from saccade.errors import CheckpointError
@@ -16,6 +17,7 @@ from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.quantization import StoredScheme
 from saccade.model.quantized_linear import Linear4bit
+from saccade.model.shard import TensorRank
 from saccade.processor import Processor
 
 GROUP = 64
@@ -132,6 +134,16 @@ def test_logits_are_those_of_the_weights_that_are_meant(folders, source):
     with torch.no_grad():
         ours, expected = (model(inputs) for model in models)
     assert (ours - expected).norm() / expected.norm() < 1e-5
+
+
+def test_tensor_parallel_ranks_compute_the_same_logits_unless_groups_are_out_of_order(folders):
+    folder, _ = folders
+    raw = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if raw.get("desc_act") or "config_groups" in raw:
+        with pytest.raises(CheckpointError, match="groups of inputs in the order of desc_act"):
+            load_model(folder, device="cpu", tensor_rank=TensorRank(0, 2))
+    else:
+        assert_ranks_equal_one(folder, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from closeness import assert_close
 from compressed_tensors.quantization.quant_args import QuantizationArgs
 from model.compressed import load_decompressed, write_quantized
 from model.hugging_face import Oracle, picture
+from model.tensor_ranks import assert_ranks_equal_one, run_ranks
 from safetensors import safe_open
 
 from saccade.errors import CheckpointError
@@ -16,6 +19,8 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.linear import projections
 from saccade.model.quantization import parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import connect
 from saccade.processor import Processor
 
 BOUND = 2e-2
@@ -139,6 +144,32 @@ def test_layers_that_read_the_same_input_share_their_storage(folder):
 def test_a_quantized_model_is_not_saved_as_a_plain_one(folder, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be saved"):
         save_model(load_model(folder, device="cpu"), tmp_path / "out", like=folder)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_ranks_compute_the_same_logits(folder, size):
+    """Sums in another order round a few activations of later layers to the neighbouring value of 8 bits."""
+    assert_ranks_equal_one(folder, size, 1e-5 if "W4" in folder.name else 5e-3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_tensor_parallel_mlp_rounds_tokens_by_the_largest_channel_of_all_ranks(folder, size):
+    """Its inputs are equal, so 8-bit activations are equal too, and only the order of fp32 sums differs."""
+    x_TD = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
+
+    def run(rank, exchange, *, is_damaged=False):
+        model = load_model(folder, device="cpu", tensor_rank=TensorRank(rank, size))
+        exchange.maximum = (lambda x: x) if is_damaged else exchange.maximum
+        connect(model, exchange)
+        with torch.no_grad():
+            return model.language.layers[0].mlp(x_TD)
+
+    with torch.no_grad():
+        whole = load_model(folder, device="cpu").language.layers[0].mlp(x_TD)
+    for found in run_ranks(size, run):
+        assert_close("MLP", found, whole, 1e-5)
+    if folder.name in ("W8A8", "FP8_DYNAMIC"):
+        assert error(run_ranks(size, partial(run, is_damaged=True))[0], whole) > 1e-4, "the comparison has power"
 
 
 WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
