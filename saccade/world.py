@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -40,6 +40,13 @@ FLIGHT_RECORDER_EVENTS = 2000
 """Size of NCCL's flight recorder per rank, which the watchdog dumps."""
 
 
+# torch 2.13 renamed the collectives of one tensor and warns about the names that torch 2.11 has.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""(output, input, group=...): the inputs of all ranks, of equal sizes, one after another."""
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""(output, input, group=...): this rank's part of the sum of the inputs of all ranks."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process and its world."""
@@ -56,8 +63,10 @@ class World:
     """gloo group of all ranks; None in a world of one."""
     dims: ParallelDims = field(default_factory=ParallelDims)
     """The layout; every rank is a replica until `arranged` says otherwise."""
-    _groups: dict[tuple[Axis, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
-    """Process groups of the layout, by their axes; opened when they are first asked for."""
+    _groups: dict[tuple[tuple[Axis, ...], str | None], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Process groups of the layout, by their axes and backend; opened when they are first asked for."""
 
     def __post_init__(self) -> None:
         if self.dims == ParallelDims():
@@ -117,16 +126,24 @@ class World:
         """
         return None if self.dims.count(*axes) == 1 else self._open_group(axes)
 
-    def _open_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+    def cpu_group_of(self, *axes: Axis) -> dist.ProcessGroup | None:
+        """`group` for tensors on the CPU, which may be another one than that of the device."""
+        if self.device.type == "cpu" or self.dims.count(*axes) == 1:
+            return self.group(*axes)
+        return self.cpu_group if self.dims.count(*axes) == self.size else self._open_group(axes, backend="gloo")
+
+    def _open_group(self, axes: tuple[Axis, ...], backend: str | None = None) -> dist.ProcessGroup:
         self.open_local_group()
         key = tuple(axis for axis in AXES if axis in axes)
-        if self.dims.count(*key) == self.size:
+        if backend is None and self.dims.count(*key) == self.size:
             return cast(dist.ProcessGroup, dist.group.WORLD)
-        if key not in self._groups:
+        if (key, backend) not in self._groups:
             lists, timeout = self.dims.groups(*key), timedelta(seconds=TIMEOUT_S)
-            group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)  # type: ignore[no-untyped-call]
-            self._groups[key] = group
-        return self._groups[key]
+            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                lists, timeout=timeout, backend=backend
+            )
+            self._groups[key, backend] = group
+        return self._groups[key, backend]
 
     def mesh(self, *names: tuple[Axis, ...]) -> DeviceMesh:
         """A device mesh whose dims are groups of the layout, each given by its axes and named after the first one."""
@@ -170,18 +187,7 @@ class World:
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Every rank's JSON value by rank, on every rank. Blocks the host: not for use inside a step."""
-        if self.size == 1:
-            return [value]
-        group = group or self.cpu_group
-        text = json.dumps(value).encode()
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.all_gather(texts, mine, group=group)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        return [value] if self.size == 1 else gather_json(value, self.size, group or self.cpu_group)
 
     def new_cpu_group(self) -> dist.ProcessGroup:
         """Another gloo group of all ranks, for use in a separate thread. Collective."""
@@ -194,6 +200,19 @@ class World:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def gather_json(value: Any, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """The JSON value of every rank of a group on the CPU, by rank. Blocks the host."""
+    text = json.dumps(value).encode()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(num_ranks)]
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.all_gather(texts, mine, group=group)
+    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 
 @contextmanager

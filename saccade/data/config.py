@@ -73,6 +73,10 @@ class StreamConfig:
     """Number of this process among those that train together."""
     num_ranks: int = 1
     """Processes that train together; each gets its share of every batch."""
+    context_rank: int = 0
+    """Number of this process among those that share the packed sequences of `rank`."""
+    num_context_ranks: int = 1
+    """Processes that share packed sequences: each has all tokens, and decodes its share of the images."""
     num_workers: int = 2
     """Worker processes that decode images and collate sequences; 0 collates in this process."""
     prefetch: int = 2
@@ -99,6 +103,10 @@ class StreamConfig:
         self._check_order()
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"rank is {self.rank} of {self.num_ranks} ranks; it counts from 0")
+        if not 0 <= self.context_rank < self.num_context_ranks:
+            raise ConfigError(
+                f"context_rank is {self.context_rank} of {self.num_context_ranks} ranks; it counts from 0"
+            )
         if self.global_batch_size < self.num_ranks:
             raise ConfigError(
                 f"global_batch_size is {self.global_batch_size} for {self.num_ranks} ranks: some would have nothing to "

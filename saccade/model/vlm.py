@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from saccade.kernels.rope import CosSin, mrope_cos_sin
 from saccade.model.attention import PackedAttention
 from saccade.model.config import ModelConfig
+from saccade.model.context_parallel import ContextAttention, ContextInputs, exchange_features
 from saccade.model.families import family_named
 from saccade.model.language import LanguageModel, LayerFeatures
 from saccade.model.linear import Linear
@@ -58,12 +59,29 @@ class VLM(nn.Module):
         `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its
         features, so that every rank of a sharded model runs the same modules.
         """
+        if isinstance(inputs, ContextInputs):
+            return self._hidden_states_of_share(inputs, encode_dummy_image)
         x_TD, features = self.embed(inputs)
         if encode_dummy_image and inputs.image_grids.shape[0] == 0:
             x_TD = x_TD + 0.0 * self._dummy_image_features(x_TD).sum()
         attend = PackedAttention(
             self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen, self.config.language.window
         )
+        hidden_TD: Tensor = self.language(x_TD, attend, features)
+        return hidden_TD
+
+    def _hidden_states_of_share(self, inputs: ContextInputs, encode_dummy_image: bool) -> Tensor:
+        """[T, D]: hidden states of the tokens of one rank, which may have been given features by other ranks."""
+        x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
+        if len(inputs.image_grids):
+            encoded_MF = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
+        else:
+            encoded_MF = (
+                self._dummy_image_features(x_TD) if encode_dummy_image else x_TD.new_zeros(0, self.feature_size)
+            )
+        features_MF = exchange_features(encoded_MF.to(x_TD.dtype), inputs)
+        x_TD, features = self._place(x_TD, features_MF, inputs)
+        attend = ContextAttention(self.cos_sin(inputs.positions), inputs, self.config.language.window)
         hidden_TD: Tensor = self.language(x_TD, attend, features)
         return hidden_TD
 
@@ -78,7 +96,10 @@ class VLM(nn.Module):
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if inputs.image_grids.shape[0] == 0:
             return x_TD, None
-        features_MF = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
+        return self._place(x_TD, self.encode_images(inputs.normalized_patches(), inputs.image_grids), inputs)
+
+    def _place(self, x_TD: Tensor, features_MF: Tensor, inputs: ModelInputs) -> tuple[Tensor, LayerFeatures | None]:
+        """Embeddings with features instead of placeholders; and features of the first layers, if any."""
         features_MD, later_LMD = self.split_features(features_MF)
         x_TD = x_TD.index_copy(0, inputs.image_token_index, features_MD.to(x_TD.dtype))
         return x_TD, None if later_LMD is None else LayerFeatures(later_LMD, inputs.image_token_index)

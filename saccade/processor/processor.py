@@ -31,7 +31,7 @@ from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import MediaBudget, MediaLimits, Pixels, check_size, load_image, read_encoded
 from saccade.processor.messages import ImageItem, Message, VideoFileItem, VisualItem, check_messages, is_list
 from saccade.processor.parts import Visual, VisualKind, expand_placeholders, in_written_order, repeat_placeholders
-from saccade.processor.patches import ImageSettings, Resize
+from saccade.processor.patches import Grid, ImageSettings, Resize
 from saccade.processor.pillow_resize import pillow_resize
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.tools import Tool
@@ -173,8 +173,12 @@ class Processor:
         *,
         continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
+        not_decoded: Mapping[int, tuple[int, int]] | None = None,
     ) -> ModelInputs:
-        """Preprocess one conversation. Its patches become the first rows of `into` [patches, patch_dim]."""
+        """Preprocess one conversation. Its patches become the first rows of `into` [patches, patch_dim].
+
+        `not_decoded`: upright width and height of images, by number, that get tokens and grids but no patches.
+        """
         prompt = self._render(messages, add_generation_prompt, continue_final_message, tools)
         budget = MediaBudget(self.limits)
         visuals: list[Visual] = []
@@ -182,7 +186,12 @@ class Processor:
         for number, item in enumerate(prompt.visuals):
             with prefix_errors(f"{visual_kind(item)} {number + 1}"):
                 memory = None if into is None else into[used:]
-                visuals.append(self.preprocess_visual(item, memory, budget, num_images))
+                size = None if not_decoded is None else not_decoded.get(number)
+                visuals.append(
+                    self.preprocess_visual(item, memory, budget, num_images)
+                    if size is None
+                    else self.undecoded_image(*size, num_images)
+                )
             used += len(visuals[-1].patches)
         patches = self._concatenate(visuals) if into is None else into[:used]
         return self._assemble(prompt.pieces, visuals, patches)
@@ -229,11 +238,21 @@ class Processor:
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
         return self._patchify("video", frames, fps, into)
 
+    def undecoded_image(self, width: int, height: int, num_images: int = 1) -> Visual:
+        """The tokens of an image whose patches are elsewhere, from its upright size."""
+        check_size((width, height), self.limits)
+        grid = self.rules.image_grid(height, width, num_images)
+        patches = np.zeros((0, self.images.patch_dim), dtype=np.uint8)
+        return self._visual("image", patches, grid, 1, 1.0)
+
     def _patchify(
         self, kind: VisualKind, frames: Sequence[Pixels], fps: float, into: Pixels | None, num_images: int = 1
     ) -> Visual:
         patches, grid = self.rules.patchify(kind, frames, self._resize, into, num_images)
-        texts = [self.tokenizer.encode_text(text) for text in self.rules.texts(kind, len(frames), fps)]
+        return self._visual(kind, patches, grid, len(frames), fps)
+
+    def _visual(self, kind: VisualKind, patches: Pixels, grid: Grid, num_frames: int, fps: float) -> Visual:
+        texts = [self.tokenizer.encode_text(text) for text in self.rules.texts(kind, num_frames, fps)]
         return Visual(patches, grid, texts, self.rules.parts(kind, grid, fps, texts))
 
     def measure(self, messages: Sequence[Message], image_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:

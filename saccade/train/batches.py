@@ -25,6 +25,7 @@ from saccade.data.loader import Stream, open_stream
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
 from saccade.train.config import TrainConfig
+from saccade.train.context_batches import ONE_RANK, ContextGroup, SequenceShare, pad_inputs
 from saccade.train.flops import Work, micro_batch_work
 from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
 from saccade.train.objectives.objective import Objective
@@ -40,6 +41,7 @@ def open_stage_stream(
     state: dict[str, int | str] | None = None,
     rank: int = 0,
     num_ranks: int = 1,
+    context: ContextGroup = ONE_RANK,
 ) -> Stream:
     """This rank's data stream of a stage, from `state` on."""
     data = stage.data
@@ -56,6 +58,8 @@ def open_stage_stream(
         packing_buffer_size=data.packing_buffer_size,
         rank=rank,
         num_ranks=num_ranks,
+        context_rank=context.rank,
+        num_context_ranks=context.num_ranks,
         state=state,
         resize=data.resize,
         augment=data.augment,
@@ -76,6 +80,7 @@ def open_validation_stream(
     num_samples: int,
     rank: int = 0,
     num_ranks: int = 1,
+    context: ContextGroup = ONE_RANK,
 ) -> Stream:
     """The first `num_samples` samples of `sources`, packed like the data of the stage, not augmented.
 
@@ -93,6 +98,8 @@ def open_validation_stream(
         num_samples=min(num_samples, int(sum(index.kept_sizes.sum() for index in indexes))),
         rank=rank,
         num_ranks=num_ranks,
+        context_rank=context.rank,
+        num_context_ranks=context.num_ranks,
         resize=data.resize,
         num_workers=0,
         max_bad_share=data.max_bad_share,
@@ -129,7 +136,7 @@ class StepBatch:
     """The micro-batches on the device; can be iterated once."""
     work: Work
     """Tokens, samples and FLOPs."""
-    num_units: int
+    num_units: float
     """This rank's share of the objective's normaliser."""
     loss_tokens_by_source: list[int]
     """Number of loss tokens of each source; empty if losses by source are not needed."""
@@ -149,15 +156,20 @@ class BatchIterator:
         trained_parts: Collection[str],
         device: torch.device,
         objective: Objective,
+        context: ContextGroup = ONE_RANK,
     ) -> None:
-        """`trained_parts` are the trainable parts of the model; FLOPs are counted from them."""
+        """`trained_parts` are the trainable parts of the model; FLOPs are counted from them.
+
+        With a `context` of several ranks they read the same sequences, and each gets its share of every micro-batch.
+        """
+        self._context = context
         self._objective, self._read_targets = objective, objective.target_reader(stream)
         self.source_names = stream.source_names
         self.wait_s = 0.0
         """Time the host waited for the last batch."""
         self._stream, self._config, self._trained_parts, self._device = stream, config, trained_parts, device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._empty = empty_micro_batch(config.vision)
+        self._empty = pad_inputs(empty_micro_batch(config.vision), context.min_tokens)
 
     def next(self, *, with_sources: bool) -> StepBatch | None:
         """The next step's micro-batches, with the first copy already started; None at the end of the data."""
@@ -169,7 +181,7 @@ class BatchIterator:
         finally:
             self.wait_s = time.perf_counter() - start
         sequences = [
-            sequence for sequence in batch.sequences if sequence.inputs.num_tokens
+            sequence for sequence in self._agree_on_bad(batch.sequences) if sequence.inputs.num_tokens
         ]  # empty if all samples are bad
         batches = [self._add_labels(sequence, with_sources) for sequence in sequences]
         work = sum_work(
@@ -177,10 +189,12 @@ class BatchIterator:
         )
         work = work._replace(samples=sum(len(sequence.sample_ids) for sequence in sequences))
         num_units = sum(self._objective.num_units(one.inputs, one.num_loss_tokens) for one in batches)
-        batches += [self._empty_batch(with_sources)] * (batch.max_sequences_per_rank - len(batches))
+        shares = [self._share(one, sequence) for one, sequence in zip(batches, sequences, strict=True)]
+        if num_empty := batch.max_sequences_per_rank - len(batches):
+            shares += [self._share(self._empty_batch(with_sources), None)] * num_empty
         return StepBatch(
-            num_micro_batches=len(batches),
-            on_device=self._to_device(batches),
+            num_micro_batches=len(shares),
+            on_device=self._to_device(shares),
             work=work,
             num_units=num_units,
             loss_tokens_by_source=[
@@ -190,7 +204,34 @@ class BatchIterator:
             state=batch.state,
         )
 
+    def _agree_on_bad(self, sequences: Sequence[PackedSequence]) -> list[PackedSequence]:
+        """Leave samples out of the loss that any rank of the context group could not decode."""
+        if self._context.num_ranks == 1:
+            return list(sequences)
+        found = self._context.gather([sequence.undecoded for sequence in sequences])
+        return [
+            sequence.without_loss({sample for of_rank in found for sample in of_rank[number]})
+            for number, sequence in enumerate(sequences)
+        ]
+
+    def _share(self, batch: MicroBatch, sequence: PackedSequence | None) -> MicroBatch:
+        """This rank's share of a micro-batch; None: of an empty one."""
+        if self._context.num_ranks == 1:
+            return batch
+        share = SequenceShare(
+            batch.inputs,
+            self._context,
+            image_ranks=sequence.image_ranks if sequence else [],
+            image_tokens=sequence.image_tokens if sequence else [],
+            window=self._config.language.window,
+        )
+        labels, num_loss_tokens = share.labels(batch.labels)
+        by_source = [share.labels(of_source) for of_source, _ in batch.by_source]
+        targets = {name: share.loss_rows(batch.labels, rows) for name, rows in batch.targets.items()}
+        return MicroBatch(share.inputs(), labels, num_loss_tokens, by_source, targets)
+
     def _add_labels(self, sequence: PackedSequence, with_sources: bool) -> MicroBatch:
+        sequence = dataclasses.replace(sequence, inputs=pad_inputs(sequence.inputs, self._context.min_tokens))
         labels = next_token_labels(sequence.inputs)
         num_sources = len(self.source_names) if with_sources else 0
         by_source = labels_by_source(sequence.inputs, labels, sequence.source_of_conversation, num_sources)

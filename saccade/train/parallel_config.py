@@ -80,8 +80,6 @@ class ParallelConfig:
         """Refuse what is not built, and a strategy that contradicts the sizes."""
         if self.pipeline != 1:
             raise ConfigError("pipeline parallelism is not built yet. Remove pipeline, or use shard and tensor")
-        if self.context != 1:
-            raise ConfigError("context parallelism is not built yet. Remove context, or use tensor")
         if self.tensor != 1:
             raise ConfigError("tensor parallelism is not built yet. Remove tensor, or use shard")
         given = [name for name in ("replicate", "shard") if getattr(self, name) is not None]
@@ -126,11 +124,13 @@ class ParallelConfig:
 
     def strategy_of(self, dims: ParallelDims) -> Strategy:
         """How a layout is carried out: with FSDP if anything is sharded, else with DDP if there are several copies."""
-        if self.strategy == "auto" and self.offload and dims.shard == 1:
+        is_sharded = self.strategy in ("fsdp", "hsdp") or dims.shard > 1
+        is_sharded |= self.strategy == "auto" and dims.context > 1 and self.shard is None
+        if self.offload and not is_sharded:
             raise ConfigError(
                 "offload requires fsdp, and auto means no sharding on one rank. "
                 "Set parallel.strategy = 'fsdp', or use optimizer.offload"
             )
-        if self.strategy in ("fsdp", "hsdp") or dims.shard > 1:
+        if is_sharded:
             return "hsdp" if dims.replicate > 1 else "fsdp"
         return "ddp" if self.strategy == "ddp" or dims.count("replicate", "context") > 1 else "none"

@@ -23,6 +23,7 @@ from saccade.errors import ConfigError, UserError
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_stages
 from saccade.train.config import TrainConfig, changed_keys
+from saccade.train.context_batches import ContextGroup, context_group
 from saccade.train.due_tasks import DueTasks, OnExport, Validate
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
@@ -204,7 +205,8 @@ def _run_stage(
         else f"{parallel.strategy} on {world.dims.size} ranks ({world.dims})"
     )
     logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.model))
-    with _open_data(config, stage, position, world) as stream:
+    context = context_group(world)
+    with _open_data(config, stage, position, world, context) as stream:
         _write_settings(config, world)
         if _must_stop(stop_requested, stage, world):
             return Ending.STOPPED
@@ -229,7 +231,7 @@ def _run_stage(
             position=position,
             state=state,
             batches=BatchIterator(
-                stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective
+                stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective, context
             ),
             guard=guard,
             saver=saver,
@@ -251,12 +253,19 @@ def _trained_parts(state: TrainState) -> set[str]:
     return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
 
 
-def _open_data(config: TrainConfig, stage: StageConfig, position: Position, world: World) -> Stream:
+def _open_data(
+    config: TrainConfig, stage: StageConfig, position: Position, world: World, context: ContextGroup
+) -> Stream:
     """This rank's data stream, resumed. The main rank opens it first, because it builds a missing index."""
 
     def open_stream() -> Stream:
         return open_stage_stream(
-            config, stage, state=position.data, rank=world.data_rank, num_ranks=world.num_data_ranks
+            config,
+            stage,
+            state=position.data,
+            rank=world.data_rank,
+            num_ranks=world.num_data_ranks,
+            context=context,
         )
 
     if world.is_main:

@@ -33,6 +33,7 @@ from saccade.processor.inputs import ModelInputs
 from saccade.report.page import thumbnail
 from saccade.train.batches import BatchIterator, open_validation_stream
 from saccade.train.config import TrainConfig
+from saccade.train.context_batches import context_group
 from saccade.train.due_tasks import Validate
 from saccade.train.loss import ModelWithLoss
 from saccade.train.stage_config import StageConfig
@@ -79,7 +80,7 @@ class HeldOutValidation:
         self, config: TrainConfig, stage: StageConfig, world: World, step: int, stop_requested: threading.Event
     ) -> None:
         self._config, self._validation, self._stage, self._world = config, config.validation, stage, world
-        self._stop_requested = stop_requested
+        self._stop_requested, self._context = stop_requested, context_group(world)
         self._num_generations = config.validation.num_generations
         if world.is_main:  # builds the index if needed, and writes the generations
             self._open_stream().close()
@@ -107,6 +108,7 @@ class HeldOutValidation:
             num_samples=validation.num_samples,
             rank=world.data_rank,
             num_ranks=world.num_data_ranks,
+            context=self._context,
         )
 
     def _score(self, model: ModelWithLoss) -> dict[str, float] | None:
@@ -116,7 +118,7 @@ class HeldOutValidation:
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         of_objective = torch.zeros(1 + len(names), dtype=torch.float64, device=self._world.device)
         with self._open_stream() as stream:
-            batches = BatchIterator(stream, model.model.config, (), self._world.device, model.objective)
+            batches = BatchIterator(stream, model.model.config, (), self._world.device, model.objective, self._context)
             while (batch := batches.next(with_sources=False)) is not None:
                 for one in batch.on_device:
                     total += model.score(one.inputs, objective.validated(one.inputs, one.labels))
@@ -124,13 +126,13 @@ class HeldOutValidation:
                         of_objective += model.score_objective(one.inputs, one.labels, one.num_loss_tokens, one.targets)
                 if self._world.any(self._stop_requested.is_set()):
                     return None
-        loss, correct, count = self._world.all_sum(total * self._world.counts_data).tolist()
+        loss, correct, count = self._world.all_sum(total * self._world.counts_loss).tolist()
         if not count:
             raise DataError(
                 "validation.sources have no loss tokens. Name other shards, or raise validation.num_samples"
             )
         scores = {"loss": loss / count, "accuracy": correct / count}
-        num_units, *sums = self._world.all_sum(of_objective * self._world.counts_data).tolist()
+        num_units, *sums = self._world.all_sum(of_objective * self._world.counts_loss).tolist()
         return scores | {
             f"objective_{name}": value / max(1.0, num_units) for name, value in zip(names, sums, strict=True)
         }

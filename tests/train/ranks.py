@@ -2,12 +2,13 @@
 
 A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step
 if the recipe says so), `ending` (what is expected). Or one of these: `world` and `threads` (a file to write what is
-found to), `crash` (a rank).
+found to), `crash` (a rank), `call` (a function).
 """
 
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import logging
 import os
@@ -192,10 +193,16 @@ def crash(world, job):
     world.barrier()
 
 
+def call(world, job):
+    """Call a function of a test's module on every rank: `call` is module:function."""
+    module, _, function = job["call"].partition(":")
+    getattr(importlib.import_module(module), function)(world, job)
+
+
 def do(world, job):
     kinds = {
         "world": record_collectives, "threads": record_gloo_threads, "crash": crash,
-        "tensor_logits": record_tensor_logits,
+        "tensor_logits": record_tensor_logits, "call": call,
     }  # fmt: skip
     for kind, function in kinds.items():
         if kind in job:

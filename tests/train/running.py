@@ -56,12 +56,14 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def write_shards(folder: Path, count: int = 48, *, text_every: int | None = None) -> Path:
-    """Toy images of 56 px, 4 tokens each; with `text_every`, only every nth sample has an image."""
+def write_shards(
+    folder: Path, count: int = 48, *, text_every: int | None = None, sides: tuple[int, ...] = (56,)
+) -> Path:
+    """Toy images of 56 px, 4 tokens each, or of `sides`; with `text_every`, only every nth sample has an image."""
     with ShardWriter(folder, max_samples=16) as writer:
         for number in range(count):
             is_text = text_every is not None and number % text_every != 0
-            writer.write(_text_sample(number) if is_text else toy_sample(number, side=56))
+            writer.write(_text_sample(number) if is_text else toy_sample(number, side=sides[number % len(sides)]))
     return folder
 
 

@@ -64,7 +64,7 @@ class Objective:
     metric_names: tuple[str, ...] = ()
     """Names of the metrics of every `LossTerms`, the same in all micro-batches of a stage."""
 
-    def num_units(self, inputs: ModelInputs, num_labels: int) -> int:
+    def num_units(self, inputs: ModelInputs, num_labels: int) -> float:
         """Count on the host what a packed sequence adds to the normaliser: loss tokens by default."""
         del inputs
         return num_labels

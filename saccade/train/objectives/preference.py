@@ -13,6 +13,9 @@ one forward pass computes both.
 The reference is the model at the start of the stage. Its log-probabilities are computed for each micro-batch without
 gradients: by the model itself with its LoRA adapters switched off, if they are new, or by a frozen model, of which
 every rank holds all.
+
+Context ranks have different tokens of a conversation: log-probabilities are summed over them, then each computes the
+same loss and counts its share of it.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.model.context_parallel import ContextInputs, conversation_of_token, sum_over_ranks
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import IGNORED, ModelInputs
 from saccade.train.objectives.chunks import log_probabilities, loss_rows
@@ -40,10 +44,10 @@ class PreferenceOptimization(Objective):
     def __init__(self, config: PreferenceConfig, reference: Reference) -> None:
         self._config, self._reference = config, reference
 
-    def num_units(self, inputs: ModelInputs, num_labels: int) -> int:
+    def num_units(self, inputs: ModelInputs, num_labels: int) -> float:
         """Pairs; an empty micro-batch is a single conversation and has none."""
         del num_labels
-        return inputs.num_conversations // 2
+        return inputs.num_conversations // 2 * _share(inputs)
 
     def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
         """Those of the chosen conversations."""
@@ -58,13 +62,15 @@ class PreferenceOptimization(Objective):
         owner_S = _conversation_of_token(batch.inputs)[rows_S]
         ratio_P2 = _pairs(found_S - reference_S, owner_S, batch.inputs)
         margin_P = self._config.beta * (ratio_P2[:, 0] - ratio_P2[:, 1])
-        terms = {"preference": self._preference_loss(margin_P).sum() / normalizer}
+        share = _share(batch.inputs)
+        terms = {"preference": self._preference_loss(margin_P).sum() * share / normalizer}
         if self._config.cross_entropy_weight:
             total_P2 = _pairs(found_S, owner_S, batch.inputs)
             count_P2 = _pairs(torch.ones_like(found_S), owner_S, batch.inputs).clamp_min(1.0)
             mean_P = -total_P2[:, 0] / count_P2[:, 0]
-            terms["cross_entropy"] = self._config.cross_entropy_weight * mean_P.sum() / normalizer
-        return LossTerms(terms, _metrics(margin_P.detach(), ratio_P2.detach()))
+            terms["cross_entropy"] = self._config.cross_entropy_weight * mean_P.sum() * share / normalizer
+        metrics = _metrics(margin_P.detach(), ratio_P2.detach())
+        return LossTerms(terms, {name: value * share for name, value in metrics.items()})
 
     def _preference_loss(self, margin_P: Tensor) -> Tensor:
         smoothing = self._config.label_smoothing
@@ -82,17 +88,23 @@ def frozen_reference(reference: VLM) -> Reference:
     return of_labels
 
 
+def _share(inputs: ModelInputs) -> float:
+    """The share of a pair that counts here: the ranks that share its tokens compute the same loss."""
+    return 1.0 / inputs.num_ranks if isinstance(inputs, ContextInputs) else 1.0
+
+
 def _conversation_of_token(inputs: ModelInputs) -> Tensor:
     """[T]: number of the conversation each token belongs to."""
-    lengths_N = inputs.cu_seqlens.diff().long()
-    numbers_N = torch.arange(len(lengths_N), device=lengths_N.device)
-    return numbers_N.repeat_interleave(lengths_N, output_size=inputs.num_tokens)
+    if isinstance(inputs, ContextInputs):
+        return inputs.conversation_of_token()
+    return conversation_of_token(inputs.cu_seqlens, inputs.num_tokens)
 
 
 def _pairs(values_S: Tensor, owner_S: Tensor, inputs: ModelInputs) -> Tensor:
     """[P, 2]: sums over the loss tokens of the chosen and the rejected conversation of each pair."""
     num_paired = inputs.num_conversations // 2 * 2
     sums_N = values_S.new_zeros(inputs.num_conversations).index_add(0, owner_S, values_S)
+    sums_N = sum_over_ranks(sums_N, inputs)
     return sums_N[:num_paired].view(-1, 2)
 
 

@@ -1,0 +1,78 @@
+"""Runs whose gradients of the first step are recorded, to compare layouts with one device."""
+
+import contextlib
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from train import ranks
+from train.running import losses, read_recipe
+
+from saccade.data import context_plan
+from saccade.train.stages import train, train_in
+from saccade.train.train_state import TrainState
+
+
+@contextlib.contextmanager
+def recorded(file):
+    """Save the gradients of the first step of a run to a file on the main rank."""
+    original, steps = TrainState.step, []
+
+    def step(state, lr_factor, grad_scale):
+        if not steps:
+            named = {name: p.grad for name, p in state.parallel.model.named_parameters() if p.grad is not None}
+            whole = {name: getattr(g, "full_tensor", lambda g=g: g)().float().clone() for name, g in named.items()}
+            if state._world.is_main:
+                save_file({name: gradient.contiguous() for name, gradient in whole.items()}, file)
+        steps.append(None)
+        return original(state, lr_factor, grad_scale)
+
+    with mock.patch.object(TrainState, "step", step):
+        yield
+
+
+def run_recorded(world, job):
+    """A job of `ranks.py`: train with the layout of `set`, in blocks of few tokens."""
+    config = read_recipe(Path(job["recipe"]), *job["set"])
+    with mock.patch.object(context_plan, "BLOCK_SIZE", job.get("block_size", 1024)), recorded(job["gradients"]):
+        train_in(world, config, validate=ranks.no_validation)
+
+
+def run_one(recipe, *settings, gradients):
+    """The same on one device, in this process."""
+    with recorded(gradients):
+        train(read_recipe(recipe, *settings), device="cpu")
+
+
+def exported(run):
+    """Weights or adapters at the end of a run."""
+    [folder] = (run / "checkpoints").iterdir()
+    file = "adapter_model.safetensors" if (folder / "adapter_model.safetensors").exists() else "model.safetensors"
+    return load_file(folder / file)
+
+
+def assert_same_run(run, single, initial, *, loss=1e-5, gradient=1e-5, update=0.01):
+    """Losses within `loss`, gradients of the first step within `gradient` of their RMS, weights within a share of the
+    RMS of the updates. `initial`: weights before training, none of which an adapter has."""
+    found, expected = losses(run), losses(single)
+    assert len(found) == len(expected)
+    worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert worst <= loss, f"losses differ by {worst:.2e}"
+    gradients = [load_file(str(folder) + ".gradients") for folder in (run, single)]
+    assert distance(*gradients) <= gradient, f"gradients differ by {distance(*gradients):.2e} of their RMS"
+    ours, theirs = exported(run), exported(single)
+    updates = {name: weight - initial.get(name, torch.zeros(())) for name, weight in theirs.items()}
+    difference = {name: ours[name] - weight for name, weight in theirs.items()}
+    share = norm(difference) / norm(updates)
+    assert share <= update, f"weights differ by {share:.2%} of the updates"
+    return worst, distance(*gradients), share
+
+
+def distance(found, expected):
+    assert found.keys() == expected.keys()
+    return norm({name: found[name] - value for name, value in expected.items()}) / norm(expected)
+
+
+def norm(tensors):
+    return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5

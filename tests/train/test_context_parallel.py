@@ -1,0 +1,104 @@
+"""Context parallel = one rank: attention, exchange of features, and runs on layouts with context ranks."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train.recorded import assert_same_run, run_one
+from train.running import run_together, write_recipe, write_shards
+
+from saccade.model.families import named_size
+from saccade.model.initialize import initialize_random
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_attention_of_ragged_packs_equals_one_rank(num_ranks, tmp_path):
+    """Outputs and gradients of segments of 1 to 96 tokens, with few and many rounds."""
+    call = {"call": "train.context_ranks:compare_attention"}
+    jobs = [
+        call | {"block_size": 8, "to": str(tmp_path / "many")},
+        call | {"block_size": 1024, "to": str(tmp_path / "few")},
+        call | {"path": "reference", "block_size": 3, "to": str(tmp_path / "reference")},
+        {"call": "train.context_ranks:exchange"},
+    ]
+    run_together(jobs, tmp_path, num_ranks=num_ranks)
+    for name in ("many", "few", "reference"):
+        for rank in range(num_ranks):
+            assert json.loads((tmp_path / f"{name}.{rank}").read_text()) < 2e-6
+
+
+LAYOUTS = {
+    "context 4": ["parallel.context=4"],
+    "context 4, ddp": ["parallel.context=4", "parallel.strategy=ddp"],
+    "context 2 x shard 2": ["parallel.context=2", "parallel.shard=2"],
+    "context 2 x replicate 2": ["parallel.context=2", "parallel.replicate=2"],
+    "context 2 x replicate 2, ddp": ["parallel.context=2", "parallel.strategy=ddp"],
+}
+MODELS = {"qwen2_5_vl": "tiny", "qwen3_vl": "qwen3_vl/tiny", "llava_next": "llava_next/tiny"}
+"""Windows; features for several layers; tiles."""
+LORA = ["stages.0.lora={rank=4, targets=['q_proj', 'v_proj', 'down_proj'], parts=['language']}"]
+SETTINGS = {
+    "full": [],
+    "recompute": ["parallel.recompute_language=full", "parallel.recompute_vision=selective"],
+    "lora": LORA,
+}
+CASES = [
+    ("context 4", "qwen2_5_vl", "full"),
+    ("context 2 x shard 2", "qwen3_vl", "recompute"),
+    ("context 2 x replicate 2", "llava_next", "full"),
+    ("context 2 x replicate 2, ddp", "qwen3_vl", "lora"),
+]
+"""The layouts of `make test`; the others are slow."""
+OTHERS = [case for case in ((a, b, c) for a in LAYOUTS for b in MODELS for c in SETTINGS) if case not in CASES]
+STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
+"""On two parts of the data, one has three micro-batches and the other two and an empty one."""
+
+
+def run_cases(folder, cases):
+    """Every case on one device, then all of them on four ranks in one launch."""
+    shards = write_shards(folder / "shards", text_every=2, sides=(56, 84, 140, 28))
+    jobs, singles, initial = [], {}, {}
+    for layout, model, settings in cases:
+        checkpoint = folder / f"checkpoint-{model}"
+        if model not in initial:
+            initialize_random(checkpoint, named_size(MODELS[model]), dtype=torch.float32)
+            initial[model] = load_file(checkpoint / "model.safetensors")
+        trained = "lora" if settings == "lora" else "full"
+
+        def recipe(name, checkpoint=checkpoint):
+            path = folder / f"{name}.toml"
+            return write_recipe(path, run=folder / name, checkpoint=checkpoint, shards=shards)
+
+        single = f"one-{model}-{trained}"
+        if single not in singles:
+            run_one(recipe(single), *STEPS, *SETTINGS[trained], gradients=f"{folder / single}.gradients")
+        singles[single] = True
+        name = f"{layout}-{model}-{settings}"
+        jobs.append(
+            {
+                "call": "train.recorded:run_recorded",
+                "recipe": str(recipe(name)),
+                "set": [*STEPS, *SETTINGS[settings], *LAYOUTS[layout]],
+                "gradients": f"{folder / name}.gradients",
+                "block_size": 16,
+            }
+        )
+    run_together(jobs, folder, num_ranks=4)
+    found = {}
+    for layout, model, settings in cases:
+        single = f"one-{model}-{'lora' if settings == 'lora' else 'full'}"
+        before = {} if settings == "lora" else initial[model]
+        case = f"{layout}-{model}-{settings}"
+        found[case] = assert_same_run(folder / case, folder / single, before)
+    return found
+
+
+def test_runs_with_context_ranks_equal_one_device(tmp_path):
+    """Text-only sequences, images of several sizes, accumulation, empty micro-batches; in blocks of 16 tokens."""
+    run_cases(tmp_path, CASES)
+
+
+@pytest.mark.slow
+def test_all_other_runs_with_context_ranks_equal_one_device(tmp_path):
+    run_cases(tmp_path, OTHERS)
