@@ -68,6 +68,10 @@ class NoGraphs:
     def __init__(self, runner: Runner) -> None:
         self._logits = runner.forward_pass.logits.normal_()
 
+    def fitting(self, size: StepSize) -> StepSize:
+        """Return the size itself, as if it were captured."""
+        return size
+
     def run(self, size: StepSize) -> torch.Tensor:
         """Return logits without computing them."""
         return self._logits[: size.num_samples]

@@ -132,6 +132,10 @@ class SimulatedRunner:
         """Zero, as all sizes are captured."""
         return DeviceCounters(0, 0, 0)
 
+    def prepare_more(self) -> bool:
+        """Do nothing."""
+        return False
+
     def encode_ms(self, num_patches: int) -> float:
         """Time of an encoder pass."""
         return encode_ms(num_patches) if num_patches else 0.0

@@ -252,3 +252,26 @@ def test_a_request_that_ends_during_a_decode_step_is_over():
     assert first not in [output.request_id for output in outputs]
     assert first not in run(core, gpu)
     assert core.scheduler.find(second) is None
+
+
+class PreparesTwice(SimulatedRunner):
+    """Has two parts of its start-up left."""
+
+    num_left = 2
+
+    def prepare_more(self):
+        self.num_left -= 1
+        return self.num_left > 0
+
+
+def test_the_start_up_continues_while_there_is_no_work_and_messages_come_first():
+    gpu, core = make(PreparesTwice)
+    runner = core._runner
+    add(core, request(100, 20))
+    run(core, gpu)
+    assert runner.num_left == 2, "requests were not held up"
+    while not core.has_work and core.idle_s() is not None:
+        assert core.idle_s() <= 1.0
+        core.idle()
+    assert runner.num_left == 0
+    assert not core.wants_check, "the invariants were checked after it"

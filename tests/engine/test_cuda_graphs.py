@@ -9,7 +9,7 @@ from saccade.engine.core.step import MAX_CHUNKS, MAX_DRAFTING, STEP_TOKENS
 from saccade.engine.core.step_budget import prefill_with_decode
 from saccade.engine.device import cuda_graphs
 from saccade.engine.device.cuda_graphs import CudaGraphs
-from saccade.engine.device.step_inputs import StepSize, declared_sizes, largest_step, step_size
+from saccade.engine.device.step_inputs import StepSize, covers, declared_sizes, largest_step, step_size
 
 
 def decode_size(num_decode, max_requests=256):
@@ -64,6 +64,18 @@ def test_every_step_without_drafts_has_a_declared_size(max_requests):
     for count, num_chunks in itertools.product(range(max_requests), (1, 7, MAX_CHUNKS)):
         for num_tokens in (num_chunks, 2 * num_chunks, 50 * num_chunks, 4096):
             assert mixed_size(count, num_tokens, num_chunks, max_requests=max_requests) in declared
+
+
+@pytest.mark.parametrize(("max_requests", "drafts"), [(1, 0), (5, 0), (48, 7), (200, 0), (256, 7)])
+def test_half_of_the_sizes_cover_all_declared_ones(max_requests, drafts):
+    declared = list(declared_sizes(max_requests, drafts))
+    found = covers(declared)
+    assert list(found) == declared
+    for size, cover in found.items():
+        assert found[cover] == cover, "it is captured at once"
+        assert cover.num_chunks == size.num_chunks
+        assert all(have >= want for have, want in zip(cover, size, strict=True))
+    assert len(set(found.values())) <= len(declared) // 2 + 8
 
 
 def test_prefill_fills_a_captured_step_with_decode():
@@ -167,6 +179,45 @@ def test_a_declared_size_is_replayed_and_another_is_captured_at_its_first_run():
     graphs.run(SIZES[4])
     assert graphs.log == [("eager", SIZES[4]), ("capture", SIZES[4]), ("replay", SIZES[4]), ("replay", SIZES[4])]
     assert (graphs.num_late_captures, graphs.num_captured, graphs.num_eager_runs) == (1, 2, 0)
+
+
+def test_a_postponed_size_runs_as_its_cover_until_it_is_captured():
+    graphs = FakeGraphs()
+    graphs.capture(SIZES[7])
+    for size in SIZES[4:7]:
+        graphs.postpone(size, SIZES[7])
+    assert graphs.fitting(SIZES[7]) == SIZES[7]
+    for _ in range(3):
+        assert graphs.fitting(SIZES[5]) == SIZES[7]
+    assert graphs.capture_next()
+    assert graphs.log[-1] == ("capture", SIZES[5]), "the one that was used most comes first"
+    assert (graphs.fitting(SIZES[5]), graphs.fitting(SIZES[4])) == (SIZES[5], SIZES[7])
+    assert graphs.num_late_captures == 0, "no step waited for it"
+    while graphs.capture_next():
+        pass
+    assert [graphs.fitting(size) for size in SIZES[4:8]] == SIZES[4:8]
+
+
+def test_a_postponed_size_that_is_used_often_is_captured_while_serving():
+    graphs = FakeGraphs()
+    graphs.capture(SIZES[7])
+    graphs.postpone(SIZES[4], SIZES[7])
+    uses = [graphs.fitting(SIZES[4]) for _ in range(cuda_graphs._USES_BEFORE_CAPTURE)]
+    assert uses == [SIZES[7]] * (len(uses) - 1) + [SIZES[4]]
+    assert graphs.num_late_captures == 1
+    assert not graphs.capture_next()
+
+
+def test_a_postponed_size_whose_capture_fails_runs_as_its_cover_for_good(caplog):
+    graphs = FakeGraphs(failing={SIZES[4]})
+    graphs.capture(SIZES[7])
+    graphs.postpone(SIZES[4], SIZES[7])
+    assert graphs.capture_next()
+    assert "it runs as" in caplog.text
+    for _ in range(2 * cuda_graphs._USES_BEFORE_CAPTURE):
+        assert graphs.fitting(SIZES[4]) == SIZES[7]
+    assert not graphs.capture_next()
+    assert ("eager", SIZES[4]) not in graphs.log, "the inputs are those of another step"
 
 
 def test_late_sizes_do_not_crowd_out_declared_ones_and_the_least_recently_used_is_dropped(caplog):

@@ -11,6 +11,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import AddRequest
 from saccade.engine.device.results import StepHandle
+from saccade.engine.device.step_inputs import covers, declared_sizes
 from saccade.engine.sampling_params import SamplingParams
 from saccade.model import load_model
 
@@ -56,12 +57,25 @@ def test_ten_random_requests_of_a_random_configuration_get_the_tokens_of_plain_g
 
 
 class EagerGraphs:
-    """CUDA graphs on a CPU: steps are rounded up and padded as for a capture, and run eagerly."""
+    """CUDA graphs on a CPU: steps are rounded up and padded as for a capture, and run eagerly.
+
+    Every other step runs as the size that covers its own.
+    """
 
     num_late_captures = num_eager_runs = 0
 
     def __init__(self, runner):
-        self._runner = runner
+        self._runner, self._covers = runner, covers(declared_sizes(runner.config.max_requests))
+        self.num_steps = self.num_covered = 0
+
+    def fitting(self, size):
+        self.num_steps += 1
+        cover = self._covers.get(size, size) if self.num_steps % 2 else size
+        self.num_covered += cover != size
+        return cover
+
+    def capture_next(self):
+        return False
 
     def run(self, size):
         [logits] = self._runner.forward_pass.run_captured(size)
@@ -72,12 +86,13 @@ class EagerGraphs:
 def test_steps_padded_to_a_captured_size_give_the_same_tokens(folder, seed):
     prompts, expected = plain(folder, 0, 40, 16)
     core = make_core(folder, settings(seed))
-    core._runner.forward_pass.graphs = EagerGraphs(core._runner)
+    core._runner.forward_pass.graphs = graphs = EagerGraphs(core._runner)
     chosen = range(seed * 8, seed * 8 + 8)
     requests = [
         (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in chosen
     ]
     assert [outputs.token_ids for outputs in run_all(core, requests, at_once=3)] == [expected[i] for i in chosen]
+    assert graphs.num_covered > 0
 
 
 def test_requests_that_arrive_while_a_step_runs_get_their_tokens(folder, monkeypatch):

@@ -65,6 +65,8 @@ _LAUNCH_WEIGHT, _LAUNCH_FACTOR, _LAUNCH_SLACK_S = 0.1, 2.0, 0.0005
 The weight is that of the newest step in the mean."""
 _IDLE_S = 1.0
 """The core checks its invariants after it has been idle for this long."""
+_PREPARE_S = 0.02
+"""The runner continues its start-up after the core has been idle for this long."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -143,6 +145,7 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
         self._last_read_at = self._last_step_s = self._launch_s = 0.0
         self._is_checked, self._is_closed = True, False
+        self._is_prepared = device.is_cpu  # there the runner has nothing to continue
 
     @property
     def has_work(self) -> bool:
@@ -407,14 +410,21 @@ class EngineCore:
     def idle_s(self) -> float | None:
         """Seconds to wait for messages before calling `idle`, while there is no work. None: wait without limit."""
         waits = [_IDLE_S] if self.wants_check else []
+        if not self._is_prepared:
+            waits.append(_PREPARE_S)
         if self._grammars.compiling and self._deadlines.next_at < math.inf:
             waits.append(max(0.0, self._deadlines.next_at - self._clock()))
         return min(waits, default=None)
 
     def idle(self) -> list[RequestOutput]:
-        """End requests whose deadline passed while their grammar was compiled; check the invariants if that is due."""
+        """End requests whose deadline passed while their grammar was compiled, then do what waits for an idle moment.
+
+        The runner continues its start-up, and after it the invariants are checked.
+        """
         outputs = self._finish(self._expire())
-        if self.wants_check:
+        if not self._is_prepared:
+            self._is_prepared = not self._runner.prepare_more()
+        elif self.wants_check:
             self.check()
         return outputs
 

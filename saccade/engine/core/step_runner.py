@@ -98,6 +98,9 @@ class StepRunner(Protocol):
     def counters(self) -> DeviceCounters:
         """Counts of events that delayed steps."""
 
+    def prepare_more(self) -> bool:
+        """Do a further part of the start-up, for up to 50 ms, while there is no work. False: nothing is left to do."""
+
     def start_profile(self, begun: Path) -> None:
         """Profile this thread and the device; create the file `begun` once the profile has begun."""
 

@@ -1,15 +1,17 @@
 """CUDA graphs of forward passes by size: one launch instead of hundreds.
 
-A step is rounded up to one of a declared set of sizes (`step_inputs.py`), all of which are captured before the
-engine reports ready; each capture takes about 25 ms for a whole model. A size outside the set (drafts of many
-requests, for example) is captured when it first occurs, which delays that step and is counted. A fixed number of late
-captures is kept; the least recently used one is dropped.
+A step is rounded up to one of a declared set of sizes (`step_inputs.py`). Each capture takes about 30 ms for a whole
+model, so only a part of them is captured before the engine reports ready. The others are postponed: they run as a
+larger size until the engine is idle for a moment, or until they have been used often.
+
+A size outside the set (drafts of many requests, for example) is captured when it first occurs, which delays that step
+and is counted. A fixed number of late captures is kept; the least recently used one is dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_LATE_GRAPHS = 64
 """Maximum number of graphs captured while serving."""
+_USES_BEFORE_CAPTURE = 64
+"""Uses after which a postponed size is captured although the engine is busy."""
 
 Size = TypeVar("Size", bound=Hashable)
 
@@ -44,6 +48,8 @@ class CudaGraphs(Generic[Size]):
         self._declared: dict[Size, _Captured] = {}
         self._late: OrderedDict[Size, _Captured] = OrderedDict()
         self._failed: set[Size] = set()
+        self._covers: dict[Size, Size] = {}  # the captured size that runs instead of one that is not captured
+        self._postponed: Counter[Size] = Counter()  # uses of the sizes that are to be captured
         self._pool: Any = None
         self.num_late_captures = 0
         """Number of sizes captured while serving."""
@@ -60,6 +66,44 @@ class CudaGraphs(Generic[Size]):
         captured = self._try_capture(size)
         if captured is not None:
             self._declared[size] = captured
+
+    # -------------------------------------------------------------- postponed captures
+
+    def postpone(self, size: Size, cover: Size) -> None:
+        """Capture a size later. Until then `cover` runs instead, which is captured and at least as large."""
+        self._covers[size] = cover
+        self._postponed[size] = 0
+
+    def fitting(self, size: Size) -> Size:
+        """The size to run: `size`, or the one that covers it. Inputs are filled for the size that is returned."""
+        if size not in self._covers:
+            return size
+        if size in self._postponed:
+            self._postponed[size] += 1
+            if self._postponed[size] >= _USES_BEFORE_CAPTURE:
+                self._capture_postponed(size)
+                self.num_late_captures += 1
+        return self._covers.get(size, size)
+
+    def capture_next(self) -> bool:
+        """Capture the postponed size that was used most. False: there is none."""
+        if not self._postponed:
+            return False
+        [(size, _)] = self._postponed.most_common(1)
+        self._capture_postponed(size)
+        return True
+
+    def _capture_postponed(self, size: Size) -> None:
+        """Capture a postponed size. If that fails, its cover runs instead for good."""
+        del self._postponed[size]
+        try:
+            self._declared[size] = self._capture(size)
+            del self._covers[size]
+        except RuntimeError as error:
+            self._pool = None  # the failed capture may still use it
+            logger.warning("CUDA graph capture of %s failed, it runs as %s: %r", size, self._covers[size], error)
+
+    # -------------------------------------------------------------- run
 
     def run(self, size: Size) -> Tensor:
         """Run `forward` on the contents of its input buffers. The next run overwrites the output."""

@@ -46,6 +46,8 @@ _ALIGNMENT = 16
 """Images begin at multiples of this many bytes, because Triton specializes kernels on alignment. The patches of a token
 take a multiple of it."""
 
+_FIRST_BUDGETS = 3
+"""Every third budget is captured before the engine is ready."""
 _NUM_TIMED = 6
 """Number of budgets that are timed at start-up; times of others are interpolated."""
 
@@ -88,14 +90,23 @@ class Encoder:
         self._times: tuple[list[int], list[float]] = [], []  # patches of the timed passes, and their ms
 
     def warm_up(self) -> None:
-        """Capture all budgets on the current stream, compile the patchify kernels, and time some budgets."""
+        """Capture some budgets on the current stream, compile the patchify kernels, and time a few budgets."""
         if self._graphs is not None:
             self.run_budget(self._budgets[0])  # torch creates its constants, which it cannot do in a capture
+            first = self._budgets[::-1][::_FIRST_BUDGETS][::-1]  # the largest is one of them
             for budget in self._budgets:
-                self._graphs.capture(budget)
+                cover = first[bisect_left(first, budget)]
+                if budget == cover:
+                    self._graphs.capture(budget)
+                else:
+                    self._graphs.postpone(budget, cover)
             self._tower.warm_up(self.device)
-            timed = sorted({*self._budgets[:: -(-len(self._budgets) // _NUM_TIMED)], self._budgets[-1]})
+            timed = sorted({*first[:: -(-len(first) // _NUM_TIMED)], first[-1]})
             self._times = timed, [self._time(self._graphs, budget) for budget in timed]
+
+    def capture_next(self) -> bool:
+        """Capture a budget whose capture was postponed. False: there is none."""
+        return self._graphs is not None and self._graphs.capture_next()
 
     @staticmethod
     def _time(graphs: CudaGraphs[int], budget: int) -> float:
@@ -160,6 +171,8 @@ class Encoder:
         num_patches = sum(image.span.num_patches for image in images)
         index = bisect_left(self._budgets, num_patches)
         budget = self._budgets[index] if index < len(self._budgets) else None
+        if budget is not None and self._graphs is not None:
+            budget = self._graphs.fitting(budget)
         layout = None if budget is None else self._tower.padded_layout(grids, budget)
         num_tokens = sum(image.span.num_tokens for image in images)
         if budget is None or layout is None:

@@ -30,6 +30,7 @@ from saccade.engine.device.step_inputs import (
     StepBuffers,
     StepInputs,
     StepSize,
+    covers,
     declared_sizes,
     largest_step,
     split,
@@ -126,6 +127,7 @@ class ForwardPass:
         if self.graphs is None or needs_all or size is None:
             self.num_eager_steps += 1
             return self._run_eager(decode, prefill, requests, needs_all=needs_all)
+        size = self.graphs.fitting(size)
         self._builder.fill(split(self._next_host(size), size), size.num_decode, decode, prefill, requests)
         ordered = [*decode, *prefill] if prefill else chunks
         slots = size.last_part(self._buffers.upload(size.total))[:count]
@@ -237,25 +239,27 @@ class ForwardPass:
     # -------------------------------------------------------------- start-up
 
     def run_padding(self) -> None:
-        """Run a step of padding in each declared size."""
+        """Run steps of padding that together use every kernel of the declared sizes."""
+        seen: set[tuple[int, bool]] = set()
         for size in declared_sizes(self._config.max_requests, self._max_drafts):
-            self._run_padding(size)
+            kernels = size.num_decode, size.num_samples > size.num_chunks
+            if size.num_tokens <= _NUM_SMALL or kernels not in seen:
+                seen.add(kernels)
+                self._upload_padding(size)
+                list(self.run_captured(size))
 
     def capture(self) -> None:
-        """Capture CUDA graphs of all declared sizes."""
-        assert self.graphs is not None, "the engine uses CUDA graphs"
-        compiled: set[int] = set()
-        for size in declared_sizes(self._config.max_requests, self._max_drafts):
-            if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels depend on these two
-                self._run_padding(size)
-                compiled.add(size.num_decode)
-            else:
-                self._upload_padding(size)
-            self.graphs.capture(size)
+        """Capture CUDA graphs of sizes that cover all declared ones, and postpone the others.
 
-    def _run_padding(self, size: StepSize) -> None:
-        self._upload_padding(size)
-        list(self.run_captured(size))
+        Their kernels must be compiled and loaded.
+        """
+        assert self.graphs is not None, "the engine uses CUDA graphs"
+        for size, cover in covers(declared_sizes(self._config.max_requests, self._max_drafts)).items():
+            if size == cover:
+                self._upload_padding(size)
+                self.graphs.capture(size)
+            else:
+                self.graphs.postpone(size, cover)
 
     def _upload_padding(self, size: StepSize) -> None:
         """Upload the inputs of a step without requests."""

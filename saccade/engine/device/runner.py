@@ -351,6 +351,15 @@ class Runner:
         late = graphs.num_late_captures + self.images.encoder.num_late_captures
         return DeviceCounters(late, compiles, graphs.num_eager_runs + self.forward_pass.num_eager_steps)
 
+    @torch.inference_mode()
+    def prepare_more(self) -> bool:
+        """Capture a CUDA graph that was postponed at start-up. False: there is none."""
+        graphs = self.forward_pass.graphs
+        if graphs is None:
+            return False
+        with self.on_stream():
+            return graphs.capture_next() or self.images.encoder.capture_next()
+
     def forget_warm_up(self) -> None:
         """Reset the counters and failures of the warm-up."""
         self._compiles = launch.CompileCounter()

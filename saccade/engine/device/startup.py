@@ -73,6 +73,7 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
         )
         with launch.compile_only(min(_MAX_THREADS, len(os.sched_getaffinity(0)))):
             compile_all_sizes(runner)
+        load_kernels(runner)
         runner.close()
     except Exception as error:
         logger.debug("warm-up failed, kernels are compiled on first use: %r", error)
@@ -123,6 +124,15 @@ def compile_all_sizes(runner: Runner) -> None:
         runner.images.encoder.run_largest()
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
+
+
+@torch.inference_mode()
+def load_kernels(runner: Runner) -> None:
+    """Launch the compiled kernels on padding: a kernel is loaded at its first launch, which cannot be captured."""
+    with runner.on_stream():
+        runner.forward_pass.run_padding()
+        runner.images.encoder.run_largest()
+    torch.cuda.synchronize(runner.device)
 
 
 @torch.inference_mode()

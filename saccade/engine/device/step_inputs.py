@@ -15,7 +15,7 @@ Page tables stay on the device, one row per slot; a step uploads only its new pa
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -342,6 +342,29 @@ def declared_sizes(max_requests: int, max_draft_tokens: int = 0) -> Iterator[Ste
     drafting = [n * (1 + max_draft_tokens) for n in range(1, min(MAX_DRAFTING, max_requests) + 1)]
     sizes = {(STEP_TOKENS[bisect_left(STEP_TOKENS, tokens)], _round_samples(tokens)) for tokens in drafting}
     yield from (StepSize(tokens, 0, MAX_CHUNKS, n) for tokens, n in sorted(sizes) if n > MAX_CHUNKS)
+
+
+def covers(declared: Iterable[StepSize]) -> dict[StepSize, StepSize]:
+    """For each declared size the smallest one of some forty that is at least as large, or itself if it is one of them.
+
+    These are decode of 1, 2, 4, 8, ... requests, and every second number of tokens, with the most samples.
+    """
+    sizes = list(declared)
+    tokens, most = {*STEP_TOKENS[1::2], STEP_TOKENS[-1]}, {size[:3]: size for size in sorted(sizes)}
+    decode = [size.num_tokens for size in sizes if size.num_chunks == 0]
+    tokens_of_decode = {max(decode), *(1 << bit for bit in range(max(decode).bit_length()))}
+
+    def is_first(size: StepSize) -> bool:
+        if size.num_chunks == 0:
+            return size.num_tokens in tokens_of_decode
+        return size.num_tokens in tokens and size == most[size[:3]]
+
+    first = sorted(filter(is_first, sizes), key=lambda size: (size.num_tokens, size.num_samples, size.num_decode))
+
+    def covers_it(size: StepSize, cover: StepSize) -> bool:
+        return size.num_chunks == cover.num_chunks and all(a <= b for a, b in zip(size, cover, strict=True))
+
+    return {size: next((cover for cover in first if covers_it(size, cover)), size) for size in sizes}
 
 
 def _round_samples(num_samples: int) -> int:
