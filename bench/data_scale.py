@@ -47,8 +47,8 @@ def positions() -> None:
     )
 
 
-def write_index(folder: Path) -> None:
-    """Index and lengths of 100 million samples of LAION-like lengths."""
+def write_index(folder: Path, num_shards: int = NUM_SHARDS) -> None:
+    """Index and lengths of shards of 10,000 samples of LAION-like lengths."""
     rng = np.random.default_rng(0)
     patches = 4 * rng.integers(8, 25, SAMPLES) * rng.integers(8, 25, SAMPLES)
     tokens = patches // 4 + np.clip(rng.lognormal(3.3, 0.8, SAMPLES), 8, 400).astype(int) + 20
@@ -63,10 +63,13 @@ def write_index(folder: Path) -> None:
     for target, table in ((folder / "index", row), (folder / "index" / "lengths-synthetic", lengths)):
         target.mkdir(parents=True)
         pq.write_table(table, target / "00000.parquet")
-        for shard in range(1, NUM_SHARDS):
-            os.link(target / "00000.parquet", target / f"{shard:05d}.parquet")
+        for shard in range(1, num_shards):
+            if shard % 50_000:  # a file has at most 65,000 names
+                os.link(target / f"{shard - shard % 50_000:05d}.parquet", target / f"{shard:05d}.parquet")
+            else:
+                pq.write_table(table, target / f"{shard:05d}.parquet")
     entry = {"bytes": 10**9, "num_samples": SAMPLES, "num_errors": 0}
-    entries = [{"name": f"{shard:05d}.tar", **entry} for shard in range(NUM_SHARDS)]
+    entries = [{"name": f"{shard:05d}.tar", **entry} for shard in range(num_shards)]
     (folder / "index" / "shards.json").write_text(json.dumps({"version": 1, "shards": entries}))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ class World:
     """Rank on this node, and index of its GPU."""
     device: torch.device
     """Device of this process."""
+    local_size: int = 1
+    """Number of ranks on this node."""
+    store: Store | None = field(default=None, repr=False, compare=False)
+    """Key-value store of all ranks; None in a world of one."""
     cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """gloo group of all ranks; None in a world of one."""
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -103,6 +108,11 @@ class World:
     def num_data_ranks(self) -> int:
         """Number of parts of the data."""
         return self.dims.count(*DATA)
+
+    @property
+    def data_ranks_per_node(self) -> int:
+        """Number of neighbouring data ranks that share a node."""
+        return max(1, self.local_size // self.dims.count("context", "tensor"))
 
     @property
     def counts_data(self) -> bool:
@@ -195,6 +205,10 @@ class World:
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
+    def open_store(self) -> SharedStore | None:
+        """A connection to the store of all ranks, for one thread; None in a world of one."""
+        return None if self.store is None else SharedStore(cast(Any, self.store).clone())
+
     def open_local_group(self) -> None:
         """Create the process group that FSDP and DCP need in a world of one; it uses no network."""
         if not dist.is_initialized():
@@ -215,11 +229,34 @@ def gather_json(value: Any, num_ranks: int, group: dist.ProcessGroup | None) -> 
     return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 
+class SharedStore:
+    """Values that any rank may store and read. It never waits for a value. Safe with threads."""
+
+    def __init__(self, store: Any) -> None:  # torch's annotations lack some of its methods
+        self._store, self._lock = store, threading.Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        with self._lock:
+            self._store.set(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of all these keys; None if any is missing."""
+        with self._lock:
+            return list(self._store.multi_get(list(keys))) if self._store.check(list(keys)) else None
+
+    def remove(self, key: str) -> None:
+        """Remove a value, if there is one."""
+        with self._lock:
+            self._store.delete_key(key)
+
+
 @contextmanager
 def open_world(device: str | torch.device = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Join the world the launcher started; leave it at the end."""
     rank, size, local_rank = _ranks()
-    world = World(rank, size, local_rank, _device_of(device, local_rank))
+    local_size = _number("LOCAL_WORLD_SIZE", at_least=1) if "LOCAL_WORLD_SIZE" in os.environ else size
+    world = World(rank, size, local_rank, _device_of(device, local_rank), local_size)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     try:
@@ -234,16 +271,16 @@ def _join(world: World, timeout_s: float) -> World:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_EVENTS))
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    is_cuda = world.device.type == "cuda"
+    is_cuda, store = world.device.type == "cuda", _fresh_store(store, world.rank, world.size, timeout_s)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
-        store=_fresh_store(store, world.rank, world.size, timeout_s),
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
         device_id=world.device if is_cuda else None,
     )
-    return replace(world, cpu_group=world.new_cpu_group())
+    return replace(world, cpu_group=world.new_cpu_group(), store=store)
 
 
 def _fresh_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:

@@ -1,13 +1,12 @@
 """The samples of every packed sequence and global batch, as a function of a position in the stream.
 
-    draws of the mixture -> samples of each source's order -> their lengths -> packed sequences -> global batches
+    rounds and lanes (draws.py) -> packing buffers -> packed sequences -> one order of a round (lanes.py) -> batches
 
-The stream is divided into packing buffers of at most `packing_buffer_size` samples; each is computed from its number
-alone and packed by itself. Without weights a buffer never crosses the end of an epoch: every sample of an epoch comes
-before the first of the next. With weights each source repeats its own epochs, which end anywhere. Batches take packed
-sequences one after another, across buffers. The sampler knows nothing of ranks and workers: they divide the sequences
-of a batch (`BatchSpec.per_rank`), so the batches are the same for any number of them, and a `Position` is all that is
-needed to resume.
+Each packing buffer, one per lane and round, is packed by itself. Batches take the sequences of a round one after
+another, and continue with the next round. The sampler knows nothing of ranks and workers: they divide the sequences of
+a batch, so the batches are the same for any number of them, and a `Position` is all that is needed to resume. Which
+batches there are follows from the number of sequences in every packing buffer (`outlines`); what is in them needs the
+packing buffers themselves (`batches`), of which a rank computes only some (`rank_batches.py`).
 
 Packing a buffer of 4096 samples takes about 30 ms, at any position of a stream of any length, plus the time of
 `lengths`. The sequences of a buffer hold all of its samples, so r sequences lose about 1/(2r) of their fill: fifty per
@@ -16,92 +15,55 @@ buffer are 99 % full. Raise `packing_buffer_size` with `max_seq_len`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from saccade.data.config import StreamConfig
-from saccade.data.order import EpochOrder, Ints, Mixture, Permutation, key_of
-from saccade.data.packing import assign, pack
+from saccade.data.draws import Draws, SamplerSource
+from saccade.data.lanes import Owners, RoundOrder, round_order
+from saccade.data.order import Ints, Permutation, key_of
+from saccade.data.packing import pack
+from saccade.data.packing_buffer import BufferCosts, BufferId, Consumed, PackingBuffer, SampleRef, SequenceSpec
 from saccade.errors import ConfigError, DataError
-
-
-class SamplerSource(Protocol):
-    """A source as the sampler sees it: shards and kept rows are numbers. `IndexedSource` is one."""
-
-    @property
-    def name(self) -> str:
-        """Unique in the mixture; part of the key of its order."""
-
-    @property
-    def sizes(self) -> Ints:
-        """Number of kept samples of each shard."""
-
-    @property
-    def weight(self) -> float | None:
-        """Share of the draws, relative to the other sources' weights. None, in every source: the number of samples."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the samples, their order or their lengths do."""
-
-    def lengths(self, shard: int, kept_rows: Ints, epochs: Ints) -> tuple[Ints, Ints]:
-        """Tokens and patches of these samples of the shard, each in its epoch (which may choose among captions)."""
-
-
-class SampleRef(NamedTuple):
-    """One sample of a packed sequence.
-
-    `kept_row` counts the kept samples of the shard, `epoch` the passes over its source.
-    """
-
-    source: int
-    shard: int
-    kept_row: int
-    epoch: int
-    tokens: int
-    patches: int
-
-
-@dataclass(frozen=True)
-class SequenceSpec:
-    """The samples of one packed sequence, in the order of the stream."""
-
-    samples: list[SampleRef]
-
-    @property
-    def tokens(self) -> int:
-        """Length of the packed sequence."""
-        return sum(sample.tokens for sample in self.samples)
-
-    @property
-    def patches(self) -> int:
-        """Vision patches of the packed sequence."""
-        return sum(sample.patches for sample in self.samples)
-
-
-@dataclass(frozen=True)
-class PackingBuffer:
-    """Packed sequences in pseudo-random order, and the samples that exceed a limit by themselves."""
-
-    sequences: list[SequenceSpec]
-    too_large: list[SampleRef]
 
 
 @dataclass(frozen=True)
 class Position:
-    """The next batch of a stream: its number, and the packing buffer and sequence where it begins."""
+    """The next batch of a stream: its number, and the round and sequence where it begins."""
 
     buffer: int = 0
+    """Number of the round."""
     sequence: int = 0
     batch: int = 0
-    consumed: tuple[tuple[int, int, int], ...] = ()
-    """Sequences of this buffer consumed under other limits, (max_seq_len, max_patches, number of sequences) each; the
-    other samples are packed under the present limits."""
+    consumed: Consumed = ()
+    """Sequences of this round consumed under other limits."""
+
+
+@dataclass(frozen=True)
+class BatchOutline:
+    """One global batch: where its sequences are."""
+
+    number: int
+    buffers: list[BufferId]
+    """The packing buffer of each sequence."""
+    numbers: list[int]
+    """Number of each sequence in its packing buffer."""
+    costs: Ints
+    """Work of each sequence."""
+    begun: list[list[BufferId]]
+    """The packing buffers of every round that begins in this batch: their samples over a limit are reported with it."""
+    after: Position
+    """The position of the next batch."""
+
+    @property
+    def lanes(self) -> Ints:
+        """The lane of each sequence."""
+        return np.array([buffer.lane for buffer in self.buffers], np.int64)
 
 
 @dataclass(frozen=True)
@@ -110,15 +72,51 @@ class BatchSpec:
 
     number: int
     sequences: list[SequenceSpec]
+    lanes: list[int]
+    """The lane of each sequence."""
     too_large: list[SampleRef]
-    """Samples that exceed a limit, from the packing buffers in which this batch begins."""
+    """Samples that exceed a limit, from the rounds that begin with this batch."""
     after: Position
     """The position of the next batch."""
 
-    def per_rank(self, num_ranks: int) -> list[list[SequenceSpec]]:
+    def per_rank(
+        self, num_ranks: int, ranks_per_node: int | None = None, num_lanes: int = 1
+    ) -> list[list[SequenceSpec]]:
         """The batch's sequences by rank: balanced work, and numbers of sequences that differ by one at most."""
-        costs = [sequence.patches + sequence.tokens for sequence in self.sequences]
-        return [[self.sequences[number] for number in numbers] for numbers in assign(costs, num_ranks)]
+        owners = Owners(num_lanes, num_ranks, ranks_per_node or num_ranks)
+        costs = np.array([sequence.tokens + sequence.patches for sequence in self.sequences])
+        nodes = owners.nodes_of(np.array(self.lanes))
+        ranks = [chosen for node in range(len(owners.nodes)) for chosen in owners.assign(nodes, costs, node)]
+        return [[self.sequences[i] for i in chosen] for chosen in ranks]
+
+
+class _Pending:
+    """The batch that is being filled."""
+
+    def __init__(self) -> None:
+        self._buffers: list[BufferId] = []
+        self._numbers: list[int] = []
+        self._costs: list[Ints] = [np.zeros(0, np.int64)]
+        self.begun: list[list[BufferId]] = []
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def begin(self, buffers: list[BufferId]) -> None:
+        """Note that a round begins."""
+        self.begun.append(buffers)
+
+    def add(self, buffers: list[BufferId], costs: list[BufferCosts], order: RoundOrder, begin: int, end: int) -> None:
+        """Add sequences begin .. end - 1 of a round."""
+        lanes, numbers = order.lanes[begin:end].tolist(), order.numbers[begin:end].tolist()
+        self._buffers += [buffers[lane] for lane in lanes]
+        self._numbers += numbers
+        found = [costs[lane].costs[number] for lane, number in zip(lanes, numbers, strict=True)]
+        self._costs.append(np.array(found, np.int64))
+
+    def finish(self, number: int, after: Position) -> BatchOutline:
+        """The batch."""
+        return BatchOutline(number, self._buffers, self._numbers, np.concatenate(self._costs), self.begun, after)
 
 
 class BatchSampler:
@@ -132,73 +130,131 @@ class BatchSampler:
                 f"two sources have one name: {', '.join(sorted(names))}; give them different names, or list a folder "
                 "once"
             )
-        self._sizes = [np.array(source.sizes, np.int64) for source in sources]
-        self._totals = [int(sizes.sum()) for sizes in self._sizes]
-        for name, size in zip(names, self._totals, strict=True):
-            if not size:
-                raise DataError(f"source {name} has no samples; remove it, or check what its curation keeps")
-        self._weights = _weights(sources, config.num_epochs)
-        self._mixture = Mixture(self._weights or self._totals)
-        self._orders: dict[tuple[int, int], EpochOrder] = {}
+        self._draws = Draws(sources, config)
 
     # ---------------------------------------------------------------- batches
 
     def batches(self, position: Position | None = None) -> Iterator[BatchSpec]:
-        """The batches from `position`, or from the start; the last one of a finite stream may have fewer sequences."""
+        """The batches from `position`, or from the start; the last one of a finite stream may have fewer sequences.
+
+        Every packing buffer is computed here.
+        """
+        buffers: dict[BufferId, PackingBuffer] = {}
+
+        def costs_of(ids: Sequence[BufferId]) -> list[BufferCosts]:
+            buffers.update({key: self.packing_buffer(*key) for key in ids})
+            return [buffers[key].costs for key in ids]
+
+        for batch in self.outlines(position, costs_of):
+            places = zip(batch.buffers, batch.numbers, strict=True)
+            sequences = [buffers[key].sequence(number) for key, number in places]
+            too_large = [sample for begun in batch.begun for key in begun for sample in buffers[key].too_large]
+            lanes = [key.lane for key in batch.buffers]
+            yield BatchSpec(batch.number, sequences, lanes, too_large, batch.after)
+            for key in [key for key in buffers if key.round < batch.after.buffer]:
+                del buffers[key]
+
+    def outlines(
+        self, position: Position | None, costs_of: Callable[[Sequence[BufferId]], list[BufferCosts]]
+    ) -> Iterator[BatchOutline]:
+        """The batches from `position`. `costs_of` is asked for all packing buffers of a round when it is needed."""
         here = position or Position()
-        buffer, skip, number, consumed = here.buffer, here.sequence, here.batch, here.consumed
-        sequences: list[SequenceSpec] = []
-        too_large: list[SampleRef] = []
-        num_unfit = 0
-        while self._draw_range(buffer) is not None:
-            packed = self.packing_buffer(buffer, consumed)
+        turn, skip, number = here.buffer - 1, here.sequence, here.batch
+        pending = _Pending()
+        num_unfit = num_samples = 0
+        for turn, buffers in self._rounds(here, costs_of):
+            costs = costs_of(buffers)
+            order = round_order([len(each.costs) for each in costs])
             if skip == 0:
-                too_large += packed.too_large
-            num_unfit = 0 if packed.sequences or consumed else num_unfit + len(packed.too_large)
-            if 2 * num_unfit >= min(self.config.packing_buffer_size, sum(self._totals)):
-                raise self._nothing_fits(too_large)
-            for at in range(skip, len(packed.sequences)):
-                sequences.append(packed.sequences[at])
-                if len(sequences) == self.config.global_batch_size:
-                    is_last = at + 1 == len(packed.sequences)
-                    after = (
-                        Position(buffer + 1, 0, number + 1)
-                        if is_last
-                        else Position(buffer, at + 1, number + 1, consumed)
-                    )
-                    yield BatchSpec(number, sequences, too_large, after)
-                    number, sequences, too_large = number + 1, [], []
-            buffer, skip, consumed = buffer + 1, 0, ()
-        if sequences:
-            yield BatchSpec(number, sequences, too_large, after=Position(buffer, 0, number + 1))
-        elif too_large and number == 0:
-            raise self._nothing_fits(too_large)
+                pending.begin(buffers)
+            num_too_large = sum(each.num_too_large for each in costs)
+            has_fit = len(order.lanes) or any(key.consumed for key in buffers)
+            num_unfit = 0 if has_fit else num_unfit + num_too_large
+            num_samples += num_too_large
+            if 2 * num_unfit >= min(self.config.packing_buffer_size, self._draws.num_samples):
+                raise self._nothing_fits(buffers, num_unfit)
+            at = skip
+            while at < len(order.lanes):
+                taken = min(self.config.global_batch_size - len(pending), len(order.lanes) - at)
+                pending.add(buffers, costs, order, at, at + taken)
+                at += taken
+                if len(pending) == self.config.global_batch_size:
+                    is_last = at == len(order.lanes)
+                    consumed = here.consumed if turn == here.buffer else ()
+                    after = Position(turn + 1, 0, number + 1) if is_last else Position(turn, at, number + 1, consumed)
+                    yield pending.finish(number, after)
+                    number, pending = number + 1, _Pending()
+            skip = 0
+        if len(pending):
+            yield pending.finish(number, Position(turn + 1, 0, number + 1))
+        elif pending.begun and number == 0 and num_samples:
+            raise self._nothing_fits(pending.begun[0], num_samples)
 
-    def packing_buffer(self, number: int, consumed: Sequence[tuple[int, int, int]] = ()) -> PackingBuffer:
-        """The packed sequences of one buffer, computed from its number; see `Position.consumed`."""
-        draws = self._draw_range(number)
-        assert draws is not None, f"packing buffer {number} is after the end of the stream"
-        table = self._samples(*draws)
-        for max_seq_len, max_patches, num_sequences in consumed:
-            sequences, _ = self._pack(table, number, max_seq_len, max_patches)
+    def _rounds(
+        self, position: Position, costs_of: Callable[[Sequence[BufferId]], list[BufferCosts]]
+    ) -> Iterator[tuple[int, list[BufferId]]]:
+        """Every round from a position, with its packing buffers by lane."""
+        turn, lanes = position.buffer, range(self.config.num_lanes)
+        while self.has_round(turn):
+            buffers = [BufferId(turn, lane) for lane in lanes]
+            for limits in position.consumed if turn == position.buffer else ():
+                buffers = self._consume(buffers, limits, costs_of)
+            yield turn, buffers
+            turn += 1
+
+    def _consume(
+        self,
+        buffers: list[BufferId],
+        entry: tuple[int, int, int],
+        costs_of: Callable[[Sequence[BufferId]], list[BufferCosts]],
+    ) -> list[BufferId]:
+        """The packing buffers of a round without the sequences that were consumed under other limits."""
+        if len(buffers) == 1:
+            return [buffers[0]._replace(consumed=(*buffers[0].consumed, entry))]
+        max_seq_len, max_patches, num_sequences = entry
+        packed = costs_of([key._replace(limits=(max_seq_len, max_patches)) for key in buffers])
+        order = round_order([len(each.costs) for each in packed])
+        taken = np.bincount(order.lanes[:num_sequences], minlength=len(buffers)).tolist()
+        return [
+            key._replace(consumed=(*key.consumed, (max_seq_len, max_patches, number)))
+            for key, number in zip(buffers, taken, strict=True)
+        ]
+
+    def has_round(self, number: int) -> bool:
+        """Whether the stream has this round."""
+        return self._draws.has_round(number)
+
+    def packing_buffer(
+        self, number: int, lane: int = 0, consumed: Consumed = (), limits: tuple[int, int] | None = None
+    ) -> PackingBuffer:
+        """The packed sequences of one lane in one round, computed from their numbers; see `BufferId`."""
+        draws = self._draws.range_of(number, lane)
+        if draws is None:
+            assert self.has_round(number), f"round {number} is after the end of the stream"
+            return PackingBuffer.of(np.zeros((6, 0), np.int64), [], [])
+        table = self._draws.samples(lane, *draws)
+        for *earlier, num_sequences in consumed:
+            sequences, _ = self._pack(table, number, lane, *earlier)
             table = table[:, sorted(i for sequence in sequences[num_sequences:] for i in sequence)]
-        sequences, too_large = self._pack(table, number, self.config.max_seq_len, self.config.patch_limit)
-        refs = [SampleRef(*column) for column in table.T.tolist()]
-        return PackingBuffer(
-            [SequenceSpec([refs[i] for i in sequence]) for sequence in sequences], [refs[i] for i in too_large]
-        )
+        max_seq_len, max_patches = limits or (self.config.max_seq_len, self.config.patch_limit)
+        sequences, too_large = self._pack(table, number, lane, max_seq_len, max_patches)
+        return PackingBuffer.of(table, sequences, too_large)
 
-    def _pack(self, table: Ints, number: int, max_seq_len: int, max_patches: int) -> tuple[list[list[int]], list[int]]:
+    def _pack(
+        self, table: Ints, number: int, lane: int, max_seq_len: int, max_patches: int
+    ) -> tuple[list[list[int]], list[int]]:
         """Columns of the table packed into sequences, in pseudo-random order, and those that are too large."""
         packing = pack(table[4], table[5], max_seq_len=max_seq_len, max_patches=max_patches)
-        order = Permutation(len(packing.sequences), key_of("sequences", self.config.seed, number))
+        named = (number, lane) if self.config.num_lanes > 1 else (number,)
+        order = Permutation(len(packing.sequences), key_of("sequences", self.config.seed, *named))
         return [packing.sequences[i] for i in order(np.arange(len(order)))], packing.too_large
 
-    def _nothing_fits(self, samples: Sequence[SampleRef]) -> DataError:
+    def _nothing_fits(self, buffers: Sequence[BufferId], num_samples: int) -> DataError:
+        first = next(sample for key in buffers for sample in self.packing_buffer(*key).too_large)
         return DataError(
-            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len "
-            f"{self.config.max_seq_len} and max_patches {self.config.patch_limit}; the first has {samples[0].tokens} "
-            f"tokens and {samples[0].patches} patches. Raise the limits, or shorten texts and shrink images"
+            f"none of {num_samples} consecutive samples fits a packed sequence of max_seq_len "
+            f"{self.config.max_seq_len} and max_patches {self.config.patch_limit}; the first has {first.tokens} "
+            f"tokens and {first.patches} patches. Raise the limits, or shorten texts and shrink images"
         )
 
     # ---------------------------------------------------------------- state
@@ -210,9 +266,9 @@ class BatchSampler:
         The first half depends on the settings, the second on the sources, so that an error can name what differs.
         """
         sources = [(source.name, source.fingerprint) for source in self.sources]
-        sizes = [_digest(sizes.tobytes()) for sizes in self._sizes]
+        sizes = [_digest(sizes.astype(np.int64).tobytes()) for sizes in self._draws.sizes]
         settings = repr(self.config.order_settings).encode()
-        return f"{_digest(settings)}-{_digest(repr((sources, sizes, self._mixture.weights)).encode())}"
+        return f"{_digest(settings)}-{_digest(repr((sources, sizes, self._draws.mixture.weights)).encode())}"
 
     def save(self, position: Position) -> dict[str, Any]:
         """The position in plain values, with the fingerprint and the limits it belongs to."""
@@ -259,70 +315,6 @@ class BatchSampler:
             )
         names = ", ".join(source.name for source in self.sources)
         return f"shards, kept samples, weights or lengths differ in sources {names}"
-
-    # ---------------------------------------------------------------- samples
-
-    def _draw_range(self, buffer: int) -> tuple[int, int] | None:
-        """First draw of a packing buffer, and the one after its last; None after the end of the stream."""
-        size, total = self.config.packing_buffer_size, sum(self._totals)
-        if self._weights:
-            begin, end = buffer * size, (buffer + 1) * size
-        else:  # an epoch in equal parts
-            per_epoch = -(-total // size)
-            epoch, part = divmod(buffer, per_epoch)
-            begin, end = epoch * total + part * total // per_epoch, epoch * total + (part + 1) * total // per_epoch
-        num_draws = self.config.num_samples if self.config.num_epochs is None else self.config.num_epochs * total
-        if num_draws is None:
-            return begin, end
-        return (begin, min(end, num_draws)) if begin < num_draws else None
-
-    def _samples(self, begin: int, end: int) -> Ints:
-        """The `SampleRef`s of draws begin .. end - 1, one row of the table per field."""
-        sources, draws = self._mixture.draws(begin, end)
-        shards, kept_rows, epochs, tokens, patches = np.zeros((5, end - begin), np.int64)
-        for number, drawn in _groups(sources):
-            epochs[drawn], positions = np.divmod(draws[drawn], self._totals[number])
-            for epoch, at in _groups(epochs[drawn]):
-                shards[drawn[at]], kept_rows[drawn[at]] = self._order(number, epoch).locate(positions[at])
-            for shard, at in _groups(shards[drawn]):
-                of_shard = drawn[at]
-                tokens[of_shard], patches[of_shard] = self.sources[number].lengths(
-                    shard, kept_rows[of_shard], epochs[of_shard]
-                )
-        return np.stack([sources, shards, kept_rows, epochs, tokens, patches])
-
-    def _order(self, source: int, epoch: int) -> EpochOrder:
-        """The order of an epoch, cached with its neighbours."""
-        if (source, epoch) not in self._orders:
-            for key in [key for key in self._orders if key[0] == source and abs(key[1] - epoch) > 1]:
-                del self._orders[key]
-            name, sizes = self.sources[source].name, self._sizes[source]
-            order = EpochOrder(
-                sizes, seed=self.config.seed, epoch=epoch, window_shards=self.config.window_shards, source=name
-            )
-            self._orders[source, epoch] = order
-        return self._orders[source, epoch]
-
-
-def _weights(sources: Sequence[SamplerSource], num_epochs: int | None) -> list[float]:
-    """The weights of the sources; empty if they are mixed by their numbers of samples, as a single one always is."""
-    weights = [source.weight for source in sources if source.weight is not None]
-    if len(weights) not in (0, len(sources)):
-        missing = ", ".join(source.name for source in sources if source.weight is None)
-        raise ConfigError(f"no weight for {missing}; give every source a weight, or none to mix by number of samples")
-    if len(weights) > 1 and num_epochs is not None:
-        raise ConfigError(
-            f"num_epochs is {num_epochs}, but sources with weights end their epochs at different times; "
-            "set num_samples instead, or remove the weights"
-        )
-    return weights if len(weights) > 1 else []
-
-
-def _groups(values: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each distinct value with the indices where it occurs, ascending."""
-    order = np.argsort(values, kind="stable")
-    distinct, begins = np.unique(values[order], return_index=True)
-    yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
 
 
 def _digest(data: bytes) -> str:

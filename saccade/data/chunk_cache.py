@@ -1,15 +1,19 @@
 """Chunks of remote files in a folder of this machine, bounded by bytes and shared by any number of processes.
 
 The folder is flat, and each chunk is one file, written atomically: a chunk is complete or absent, and one that
-disappears is downloaded again. The least recently used chunks are removed first. While the folder cannot be written (a
+disappears is downloaded again. A process that downloads a chunk holds a file lock, so that the others wait for it
+instead of downloading it too. The least recently used chunks are removed first. While the folder cannot be written (a
 full disk), nothing is cached.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from saccade.data.lru_cache import LRUCache, OpenFile
@@ -18,6 +22,8 @@ from saccade.log import log_once
 
 _TEMPORARY_S = 3600
 """Temporary files that are younger than this are being written; older ones are left over from a crash and removed."""
+_NUM_LOCKS = 1024
+"""Lock files. Chunks that share one are downloaded one after the other."""
 
 
 class ChunkCache:
@@ -47,6 +53,37 @@ class ChunkCache:
         except OSError as error:
             self._pause(error)
             return None
+
+    @contextlib.contextmanager
+    def downloading(self, name: str) -> Iterator[None]:
+        """Hold the lock of a chunk while it is downloaded: no other thread or process of this machine has it.
+
+        The kernel releases the lock when its holder dies. Where files cannot be locked, nothing is held.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                folder = self._folder.with_name("locks")
+                folder.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context((folder / f"{int(name[:8], 16) % _NUM_LOCKS:04d}").open("ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                self._pause(error)
+            yield
+
+    def remove(self, name: str) -> None:
+        """Remove a chunk, if it is there."""
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink(missing_ok=True)
+        self._files.clear()
+
+    def num_bytes(self) -> int:
+        """Bytes of all chunks in the folder."""
+        total = 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat().st_size
+        return total
 
     def put(self, name: str, data: bytes) -> None:
         """Cache a chunk if it can be written."""

@@ -29,9 +29,9 @@ from PIL import Image
 
 from saccade.data.augment import AugmentConfig, augment, generator, has_sides
 from saccade.data.bad_samples import BadSample
-from saccade.data.batch_sampler import SampleRef
 from saccade.data.config import StreamConfig
 from saccade.data.image_shares import SharedConversation, share_images
+from saccade.data.packing_buffer import SampleRef
 from saccade.data.sample import Sample, training_conversations
 from saccade.data.sources import IndexedSource
 from saccade.data.token_dropout import TokenDropout
@@ -121,8 +121,11 @@ class Collator:
         """Bytes of one patch."""
         return self._processor.images.patch_dim
 
-    def make(self, refs: Sequence[SampleRef], into: Pixels | None = None) -> CollateResult:
-        """Pack these samples. Patches are written to `into`, which has room for all of them."""
+    def make(self, refs: Sequence[SampleRef], into: Pixels | None = None, *, is_own: bool = True) -> CollateResult:
+        """Pack these samples. Patches are written to `into`, which has room for all of them.
+
+        `is_own`: whether their data belongs in this node's cache; another node caches that of the others.
+        """
         if into is None:
             into = np.empty((sum(ref.patches for ref in refs), self.patch_dim), dtype=np.uint8)
         packed, sources, bad = [self._empty], [], []
@@ -131,7 +134,7 @@ class Collator:
         replaced: dict[int, int] = {}
         shared: list[SharedConversation] = []
         undecoded: list[int] = []
-        for ref, prepared in self._prepare(refs):
+        for ref, prepared in self._prepare(refs, is_own):
             source = self._sources[ref.source]
             sample_id = source.sample_id(ref.shard, ref.kept_row)
             try:
@@ -174,13 +177,13 @@ class Collator:
             return {}
         return self._token_dropout.draw(inputs, generator(self._config.seed, f"tokens of {name}", epoch))
 
-    def _read(self, source: IndexedSource, ref: SampleRef) -> Sample:
+    def _read(self, source: IndexedSource, ref: SampleRef, is_own: bool) -> Sample:
         """Read and verify a sample. Storage that fails is retried for `max_wait_s`."""
         storage = self._config.storage
         began, wait_s = time.monotonic(), storage.first_wait_s
         while True:
             try:
-                return source.read(ref.shard, ref.kept_row)
+                return source.read(ref.shard, ref.kept_row, self._config.unit_bytes, is_cached=is_own)
             except StorageError as error:
                 waited_s = time.monotonic() - began
                 if waited_s >= storage.max_wait_s:
@@ -189,14 +192,14 @@ class Collator:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 16.0)
 
-    def _prepare(self, refs: Sequence[SampleRef]) -> Iterator[tuple[SampleRef, _Prepared]]:
+    def _prepare(self, refs: Sequence[SampleRef], is_own: bool) -> Iterator[tuple[SampleRef, _Prepared]]:
         """Each sample's conversations, or the error that makes it bad.
 
         Without sharing a sample is read when it is needed; with sharing all of them are read first, and the ranks of
         their images are chosen.
         """
         num_ranks = self._config.num_context_ranks
-        each = ((ref, self._conversations(ref)) for ref in refs)
+        each = ((ref, self._conversations(ref, is_own)) for ref in refs)
         if num_ranks == 1:
             yield from each
             return
@@ -205,11 +208,11 @@ class Collator:
         share_images([one for one in found if isinstance(one, SharedConversation)], num_ranks)
         yield from prepared
 
-    def _conversations(self, ref: SampleRef) -> list[list[Message]] | Exception:
+    def _conversations(self, ref: SampleRef, is_own: bool) -> list[list[Message]] | Exception:
         """Read a sample: its conversations of this epoch."""
         source = self._sources[ref.source]
         try:
-            sample = self._read(source, ref)
+            sample = self._read(source, ref, is_own)
             variants = training_conversations(sample, source.config.rules, pairs=self._config.pairs)
             return variants[ref.epoch % len(variants)]
         except StorageError:

@@ -54,7 +54,14 @@ class StreamConfig:
     num_samples: int | None = None
     """Samples after which the stream ends; None repeats forever."""
     window_shards: int = 16
-    """Shards of a source whose samples are shuffled together: more shards mix better and are in use at a time."""
+    """Shards of a source whose samples are shuffled together: more shards mix better and are in use at a time. With
+    `unit_bytes` it counts units."""
+    num_lanes: int = 1
+    """Equal parts of every epoch that are read side by side: each node reads only its lanes. For many nodes a number
+    up to `global_batch_size`, at least 5 per node. It changes the order; the number of nodes does not."""
+    unit_bytes: int | None = None
+    """Larger shards are cut into units of at most this size, which are shuffled and cached as shards are: 128 MiB for
+    many nodes. None: shards are not cut."""
 
     # Packing.
     max_seq_len: int
@@ -77,6 +84,8 @@ class StreamConfig:
     """Number of this process among those that share the packed sequences of `rank`."""
     num_context_ranks: int = 1
     """Processes that share packed sequences: each has all tokens, and decodes its share of the images."""
+    ranks_per_node: int | None = None
+    """Consecutive ranks that share a machine and its cache; None: all of them."""
     num_workers: int = 2
     """Worker processes that decode images and collate sequences; 0 collates in this process."""
     prefetch: int = 2
@@ -112,6 +121,8 @@ class StreamConfig:
                 f"global_batch_size is {self.global_batch_size} for {self.num_ranks} ranks: some would have nothing to "
                 f"do. Raise it to {self.num_ranks}"
             )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node is {self.ranks_per_node}; it must be at least 1")
         if self.num_workers < 0 or self.prefetch < 1:
             raise ConfigError(
                 f"num_workers is {self.num_workers} and prefetch {self.prefetch}; at least 0 and 1 are needed"
@@ -122,7 +133,8 @@ class StreamConfig:
             raise ConfigError(f"resize is {self.resize!r}. Use one of pillow, torch")
 
     def _check_order(self) -> None:
-        for name in ("max_seq_len", "max_patches", "global_batch_size", *self.order_settings, "num_epochs"):
+        limits = ("max_seq_len", "max_patches", "global_batch_size", "num_epochs", "num_lanes", "unit_bytes")
+        for name in (*limits, *self.order_settings):
             value, least = getattr(self, name), 0 if name == "seed" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
@@ -133,8 +145,14 @@ class StreamConfig:
 
     @property
     def order_settings(self) -> dict[str, int | None]:
-        """Settings that determine which samples a packing buffer holds: a stream resumes only with the same."""
-        return {name: getattr(self, name) for name in ("seed", "packing_buffer_size", "window_shards", "num_samples")}
+        """Settings that determine which samples a packing buffer holds: a stream resumes only with the same.
+
+        Lanes and units are listed where they are used, so that states of streams without them stay valid.
+        """
+        names = ["seed", "packing_buffer_size", "window_shards", "num_samples"]
+        names += ["num_lanes"] if self.num_lanes > 1 else []
+        names += ["unit_bytes"] if self.unit_bytes is not None else []
+        return {name: getattr(self, name) for name in names}
 
     @property
     def patch_limit(self) -> int:

@@ -28,7 +28,7 @@ from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardFile, ShardPath, list_shards, read_range
-from saccade.data.storage import StorageConfig, shown
+from saccade.data.storage import Region, StorageConfig, shown
 from saccade.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class ShardIndex:
         self.shards = [entry.name for entry in self.entries]
         self.sizes: Ints = np.array([entry.num_samples for entry in self.entries], dtype=np.int64)
         """Samples of each shard, usable or not."""
+        self.num_bytes: Ints = np.array([entry.num_bytes for entry in self.entries], dtype=np.int64)
+        """Bytes of each shard."""
         self._location, self._config, self._trust = location, config, trust
         self._shipped_decisions: str | None = None  # which ones: they are copied under a name of their own
         self._clear_caches()
@@ -220,25 +222,51 @@ class ShardIndex:
 
     # ---------------------------------------------------------------- samples
 
-    def read_sample(self, shard: int, row: int, *, verify: bool = False) -> Sample:
-        """Read one sample, with one request. With `verify` its bytes are compared with the checksum."""
-        layout = self._layout(shard)
-        first, last = layout.starts[row : row + 2].tolist()
-        offsets, sizes = layout.offsets[first:last].tolist(), layout.sizes[first:last].tolist()
-        key, begin = layout.keys[row].as_py(), offsets[0]
+    def read_sample(
+        self, shard: int, row: int, *, verify: bool = False, region: Region | None = None, is_cached: bool = True
+    ) -> Sample:
+        """Read one sample, with one request. With `verify` its bytes are compared with the checksum.
+
+        `region`: the part of a remote shard with the sample whose chunks are cached; by default all of it.
+        """
+        layout, file = self._layout(shard), self.files[shard]
+        key, (begin, end) = layout.keys[row].as_py(), layout.byte_range(row)
+        read = functools.partial(self._read_parts, layout, row, file)
         try:
-            data = read_range(self.files[shard], begin, offsets[-1] + sizes[-1] - begin, self._config)
+            parts = read(region, is_cached=is_cached)
+            if not verify or checksum(parts) == layout.checksums[row].as_py():
+                return self._sample(layout, row, key, parts)
+            if file.is_remote:  # the copy in the cache may be damaged
+                storage.storage(self._config).forget(file.url, file.num_bytes, begin, end - begin, region)
+                parts = read(region, is_cached=False)
         except DataError as error:
             raise type(error)(f"sample {key}: {error}") from error
-        parts = [data[offset - begin : offset - begin + size] for offset, size in zip(offsets, sizes, strict=True)]
-        if verify and checksum(parts) != layout.checksums[row].as_py():
-            raise DataError(
-                f"{shown(self.files[shard].url)}: sample {key} differs from its checksum: the shard was damaged or "
-                f"rewritten. Restore it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade "
-                "data index again"
-            )
-        names = [layout.names[code] for code in layout.codes[first:last].tolist()]
+        if checksum(parts) == layout.checksums[row].as_py():
+            logger.warning("%s: the cached copy of sample %s was damaged; it was read again", shown(file.url), key)
+            return self._sample(layout, row, key, parts)
+        raise DataError(
+            f"{shown(file.url)}: sample {key} differs from its checksum: the shard was damaged or rewritten. Restore "
+            f"it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade data index again"
+        )
+
+    def _read_parts(
+        self, layout: _Layout, row: int, file: ShardFile, region: Region | None, *, is_cached: bool
+    ) -> list[bytes]:
+        """The bytes of each member of a sample."""
+        members, (begin, end) = layout.members(row), layout.byte_range(row)
+        data = read_range(file, begin, end - begin, self._config, region, is_cached=is_cached)
+        pairs = zip(layout.offsets[members].tolist(), layout.sizes[members].tolist(), strict=True)
+        return [data[offset - begin : offset - begin + size] for offset, size in pairs]
+
+    def _sample(self, layout: _Layout, row: int, key: str, parts: list[bytes]) -> Sample:
+        names = [layout.names[code] for code in layout.codes[layout.members(row)].tolist()]
         return Sample(key, layout.sources[layout.source_codes[row]], dict(zip(names, parts, strict=True)))
+
+    def byte_ranges(self, shard: int, rows: Ints) -> tuple[Ints, Ints]:
+        """First byte of each of these samples in its shard, and the one after its last."""
+        layout = self._layout(shard)
+        last = layout.starts[rows + 1] - 1
+        return layout.offsets[layout.starts[rows]], layout.offsets[last] + layout.sizes[last]
 
     def prefetch(self, shard: int) -> None:
         """Download a remote shard into the cache."""
@@ -314,6 +342,15 @@ class _Layout(NamedTuple):
     checksums: pa.FixedSizeBinaryArray
     sources: list[str]
     source_codes: NDArray[np.int32]
+
+    def members(self, row: int) -> slice:
+        """The members of a sample among those of the shard."""
+        return slice(*self.starts[row : row + 2].tolist())
+
+    def byte_range(self, row: int) -> tuple[int, int]:
+        """First byte of a sample, and the one after its last."""
+        first, after = self.starts[row : row + 2].tolist()
+        return int(self.offsets[first]), int(self.offsets[after - 1] + self.sizes[after - 1])
 
     @staticmethod
     def of(table: pa.Table) -> _Layout:

@@ -2,8 +2,9 @@
 
     sources -> index, lengths (built on first use) -> batch sampler -> sequences of this rank -> workers -> prefetched
 
-Every rank computes the same batches and takes its share of their sequences. The state is the position after the last
-batch returned: prefetched batches are collated again. It is valid for any number of ranks and workers.
+Every rank sees the same batches and takes its share of their sequences (`rank_batches.py`). The state is the position
+after the last batch returned: prefetched batches are collated again. It is valid for any number of ranks, nodes and
+workers.
 
 Workers are processes, not threads: a quarter of a sample's time is Python (chat template, lists of tokens), which the
 interpreter lock would serialise, also with the trainer's own.
@@ -12,18 +13,23 @@ interpreter lock would serialise, also with the trainer's own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
 from saccade.data.bad_samples import BadSample, BadSampleLog
-from saccade.data.batch_sampler import BatchSampler, BatchSpec, Position, SampleRef
+from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.data.collate import CollateResult, Collator, PackedSequence
 from saccade.data.config import StreamConfig
+from saccade.data.packing_buffer import BufferId, PackingBuffer, SequenceRefs
 from saccade.data.prefetch import Prefetcher
+from saccade.data.rank_batches import Exchange, RankBatch, RankBatches
 from saccade.data.sources import IndexedSource, OnProgress, Shards, open_sources
+from saccade.data.storage import StorageCounters, storage
 from saccade.data.workers import CollatorPool
 
 
@@ -34,22 +40,14 @@ class Batch:
     number: int
     sequences: list[PackedSequence]
     """This rank's packed sequences. A sequence whose samples are all bad is empty, but present."""
-    sequences_per_rank: list[int]
-    """Number of sequences of every rank; they differ by one at most."""
+    num_sequences: int
+    """Packed sequences over all ranks, which have equal numbers of them, or one more."""
+    max_sequences_per_rank: int
+    """Maximum number of sequences of any rank."""
     bad: list[BadSample]
     """Samples of this rank that were skipped."""
     state: dict[str, Any]
     """State of the stream after this batch."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Packed sequences over all ranks."""
-        return sum(self.sequences_per_rank)
-
-    @property
-    def max_sequences_per_rank(self) -> int:
-        """Maximum number of sequences of any rank."""
-        return max(self.sequences_per_rank)
 
     @property
     def sample_ids(self) -> list[str]:
@@ -63,6 +61,7 @@ def open_stream(
     *,
     state: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
+    exchange: Exchange | None = None,
     **options: Any,
 ) -> Stream:
     """Open a stream of packed batches, tokenised and preprocessed for the model in `checkpoint`.
@@ -78,6 +77,9 @@ def open_stream(
     `global_batch_size` and `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size`
     must be the same.
 
+    With `num_lanes` each rank plans its own lanes and gets those of others through `exchange`, a store that all ranks
+    of the job reach; without one every rank plans all lanes.
+
     On first use the index and the lengths of a folder are built by `num_workers` processes: open the stream on one rank
     before the others, or run `saccade data measure` before the job.
     """
@@ -90,7 +92,7 @@ def open_stream(
         on_progress=on_progress,
         storage=config.storage,
     )
-    stream = Stream(sources, config, state)
+    stream = Stream(sources, config, state, exchange)
     if config.rank == 0:
         for source in sources:
             source.log_contents()
@@ -100,16 +102,29 @@ def open_stream(
 class Stream:
     """An iterator over batches. Close it, or drop the last reference, and its processes end."""
 
-    def __init__(self, sources: Sequence[IndexedSource], config: StreamConfig, state: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[IndexedSource],
+        config: StreamConfig,
+        state: Mapping[str, Any] | None,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.sources, self.config = sources, config
         sampler = BatchSampler(sources, config)
         position = Position() if state is None else sampler.restore(state)
         self._state = sampler.save(position)
         self._bad_samples = BadSampleLog(config.max_bad_share, config.bad_log)
         self._pool = CollatorPool(sources, config) if config.num_workers else None
-        collate = self._pool.collate if self._pool else lambda sequences: map(Collator(sources, config).make, sequences)
-        batches = _RankBatches(sampler, sources, config).read(position, collate)
-        self._batches = Prefetcher(batches, config.prefetch, self._pool.close) if self._pool else batches
+        if self._pool:
+            plans = RankBatches(sampler, self._pool.plan, exchange, plans_ahead=True)
+            batches = _Reader(sampler, sources, config).read(plans.read(position), self._pool.collate)
+            self._batches: Prefetcher[Batch] | Generator[Batch] = Prefetcher(
+                batches, config.prefetch, functools.partial(_close_both, plans, self._pool)
+            )
+        else:
+            plans = RankBatches(sampler, functools.partial(_plan_here, sampler), exchange)
+            make = functools.partial(_collate_here, Collator(sources, config))
+            self._batches = _Reader(sampler, sources, config).read(plans.read(position), functools.partial(map, make))
         self._finalizer = weakref.finalize(self, self._batches.close)
 
     @property
@@ -135,6 +150,11 @@ class Stream:
         return dict(self._state)
 
     @property
+    def storage_counters(self) -> StorageCounters:
+        """What this stream's processes have read of remote files: bytes, requests, hits of the cache, waits."""
+        return self._pool.storage_counters if self._pool else storage(self.config.storage).counters
+
+    @property
     def worker_pids(self) -> list[int]:
         """The worker processes."""
         return self._pool.pids if self._pool else []
@@ -150,46 +170,61 @@ class Stream:
         self.close()
 
 
-class _RankBatches:
-    """One rank's share of the batches."""
+def _close_both(plans: RankBatches, pool: CollatorPool) -> None:
+    plans.close()
+    pool.close()
+
+
+def _plan_here(sampler: BatchSampler, key: BufferId) -> Future[PackingBuffer]:
+    planned: Future[PackingBuffer] = Future()
+    planned.set_result(sampler.packing_buffer(*key))
+    return planned
+
+
+def _collate_here(collator: Collator, sequence: SequenceRefs) -> CollateResult:
+    return collator.make(sequence.samples, is_own=sequence.is_own)
+
+
+class _Reader:
+    """From the sequences of this rank to batches."""
 
     def __init__(self, sampler: BatchSampler, sources: Sequence[IndexedSource], config: StreamConfig) -> None:
         self._sampler, self._sources, self._config = sampler, sources, config
 
     def read(
-        self, position: Position, collate: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
+        self,
+        shares: Iterable[RankBatch],
+        collate: Callable[[Iterable[SequenceRefs]], Iterable[CollateResult]],
     ) -> Generator[Batch]:
-        """The batches from `position`.
+        """The batches of these shares, which are taken as `collate` consumes sequences: it decides how far ahead."""
+        taken: deque[RankBatch] = deque()
 
-        Batches are sampled as `collate` consumes sequences, so it decides how far ahead.
-        """
-        rank = self._config.rank
-        sampled: deque[tuple[BatchSpec, list[int]]] = deque()
-
-        def sequences() -> Iterator[Sequence[SampleRef]]:
-            for spec in self._sampler.batches(position):
-                ranks = spec.per_rank(self._config.num_ranks)
-                sampled.append((spec, [len(sequences) for sequences in ranks]))
-                yield from (sequence.samples for sequence in ranks[rank])
+        def sequences() -> Iterator[SequenceRefs]:
+            for share in shares:
+                taken.append(share)
+                yield from map(SequenceRefs, (one.samples for one in share.sequences), share.is_own)
 
         results: list[CollateResult] = []
         for result in collate(sequences()):
+            while not taken[0].sequences:  # a short batch may have no sequence for this rank
+                yield self._finish(taken.popleft(), [])
             results.append(result)
             del result  # so that its memory is free when the trainer drops it, not when the next one arrives
-            if len(results) == sampled[0][1][rank]:
-                yield self._finish(*sampled.popleft(), results)
-        if sampled:  # the last batch may have no sequence for this rank
-            yield self._finish(*sampled.popleft(), results)
+            if len(results) == len(taken[0].sequences):
+                yield self._finish(taken.popleft(), results)
+        while taken:
+            yield self._finish(taken.popleft(), results)
 
-    def _finish(self, spec: BatchSpec, sequences_per_rank: list[int], results: list[CollateResult]) -> Batch:
+    def _finish(self, share: RankBatch, results: list[CollateResult]) -> Batch:
         """The batch of these sequences; empties the list, which must not keep their memory."""
-        bad = self._too_large(spec) + [bad for result in results for bad in result.bad]
+        bad = self._too_large(share) + [bad for result in results for bad in result.bad]
         made = [result.sequence for result in results]
         results.clear()
-        return Batch(spec.number, made, sequences_per_rank, bad, self._sampler.save(spec.after))
+        most = -(-share.num_sequences // self._config.num_ranks)
+        return Batch(share.number, made, share.num_sequences, most, bad, self._sampler.save(share.after))
 
-    def _too_large(self, spec: BatchSpec) -> list[BadSample]:
-        """This rank's share of the samples that exceed the limits of a packed sequence."""
+    def _too_large(self, share: RankBatch) -> list[BadSample]:
+        """This rank's part of the samples that exceed the limits of a packed sequence."""
         config = self._config
         limits = f"max_seq_len {config.max_seq_len} or max_patches {config.patch_limit}"
         return [
@@ -197,5 +232,5 @@ class _RankBatches:
                 self._sources[ref.source].sample_id(ref.shard, ref.kept_row),
                 f"{ref.tokens} tokens and {ref.patches} patches, over {limits}",
             )
-            for ref in spec.too_large[config.rank :: config.num_ranks]
+            for ref in share.too_large
         ]

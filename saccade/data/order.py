@@ -2,12 +2,14 @@
 
     draw -> source, number within the source (Mixture) -> epoch, position -> window -> shard, row (EpochOrder)
 
-`Mixture` interleaves the sources in exact proportion to their weights. `EpochOrder` shuffles one source: shards are
-permuted, `window_shards` consecutive ones form a window, and the samples of a window are permuted together, so a reader
-works on a few shards at a time. Both permutations are Feistel networks keyed by seed, epoch and source: the same on
-every machine, for every numpy version, and independent of the number of processes that read.
+`Mixture` interleaves the sources in exact proportion to their weights. `EpochOrder` shuffles one source: shards (or the
+units they are cut into, `units.py`) are permuted, `window_shards` consecutive ones form a window, and the samples of a
+window are permuted together, so a reader works on a few shards at a time. With several lanes (`lanes.py`) the positions
+are cut into equal parts, and windows begin at the start of each part. Both permutations are Feistel networks keyed by
+seed, epoch and source: the same on every machine, for every numpy version, and independent of the number of processes
+that read.
 
-Cost: 16 bytes and about 0.2 us per *shard* to open an epoch, about 0.4 us per position looked up.
+Cost: 12 bytes and about 0.2 us per *shard* to open an epoch, about 0.4 us per position looked up.
 """
 
 from __future__ import annotations
@@ -101,18 +103,24 @@ class EpochOrder:
     """The samples of one source in the order of one epoch."""
 
     def __init__(
-        self, shard_sizes: npt.ArrayLike, *, seed: int, epoch: int, window_shards: int, source: str = ""
+        self,
+        shard_sizes: npt.ArrayLike,
+        *,
+        seed: int,
+        epoch: int,
+        window_shards: int,
+        source: str = "",
+        num_lanes: int = 1,
     ) -> None:
         """`shard_sizes`: samples of each shard, 0 allowed; `source` gives sources of one seed different orders."""
         if window_shards < 1:
             raise ValueError(f"window_shards is {window_shards}; a window has at least one shard")
-        sizes = np.asarray(shard_sizes, np.int64)
+        sizes = np.asarray(shard_sizes)
         shards = Permutation(len(sizes), key_of("shards", seed, epoch, source))
-        self._shards = shards(np.arange(len(sizes)))
-        self._starts = np.concatenate(
-            [[0], np.cumsum(sizes[self._shards])]
-        )  # first position of each permuted shard, and the end
-        self._window_starts = np.append(self._starts[:-1:window_shards], self._starts[-1])
+        self._shards = shards(np.arange(len(sizes))).astype(np.int32)
+        self._starts = np.zeros(len(sizes) + 1, np.int64)  # first position of each permuted shard, and the end
+        np.cumsum(sizes[self._shards], out=self._starts[1:])
+        self._window_starts = _window_starts(self._starts, window_shards, num_lanes)
         self._key = np.uint64(key_of("samples", seed, epoch, source))
 
     def __len__(self) -> int:
@@ -127,7 +135,24 @@ class EpochOrder:
         key = _mix(self._key + window.astype(np.uint64) * np.uint64(_GOLDEN))
         shuffled = begin + _permute(flat - begin, size, key)
         shard = np.searchsorted(self._starts, shuffled, side="right") - 1
-        return self._shards[shard], shuffled - self._starts[shard]
+        return self._shards[shard].astype(np.int64), shuffled - self._starts[shard]
+
+
+def part(total: int, number: int, num_parts: int) -> tuple[int, int]:
+    """First item of one of `num_parts` equal parts, and the one after its last; they differ by one item at most."""
+    return number * total // num_parts, (number + 1) * total // num_parts
+
+
+def _window_starts(starts: Ints, window: int, num_lanes: int) -> Ints:
+    """First position of each window, and the end: every `window` shards from the start of each lane."""
+    total = int(starts[-1])
+    bounds = [part(total, lane, num_lanes) for lane in range(num_lanes)]
+    begins, ends = np.array(bounds, np.int64).T
+    first = np.where(begins > 0, np.searchsorted(starts, begins, side="right") - 1, 0)  # the shard a lane begins in
+    after = np.searchsorted(starts, ends, side="left")
+    lanes = zip(begins.tolist(), first.tolist(), after.tolist(), strict=True)
+    pieces = [piece for begin, a, b in lanes for piece in ([begin], starts[a + window : b : window])]
+    return np.concatenate([*pieces, [total]])
 
 
 class Permutation:

@@ -23,7 +23,7 @@ from typing import BinaryIO, Self, TypeVar
 from saccade.data import storage
 from saccade.data.lru_cache import LRUCache, OpenFile
 from saccade.data.sample import Sample, split_name
-from saccade.data.storage import StorageConfig, is_remote, shown
+from saccade.data.storage import Region, StorageConfig, is_remote, shown
 from saccade.data.tar import RECORD, Gap, Member, Window, members
 from saccade.errors import ConfigError, DataError, StorageError
 
@@ -153,13 +153,23 @@ def _expand(pattern: str) -> list[str]:
 # ------------------------------------------------------------------ reading
 
 
-def read_range(file: ShardFile, offset: int, size: int, config: StorageConfig = _REMOTE) -> bytes:
-    """Read a range of a shard with one system call.
+def read_range(
+    file: ShardFile,
+    offset: int,
+    size: int,
+    config: StorageConfig = _REMOTE,
+    region: Region | None = None,
+    *,
+    is_cached: bool = True,
+) -> bytes:
+    """Read a range of a shard with one system call, or through the cache.
 
     A shard that became shorter is a `DataError`, other failures a `StorageError`.
     """
     if file.is_remote:
-        return storage.storage(config).read_range(file.url, file.num_bytes, offset, size)
+        if not is_cached:
+            return storage.storage(config).read_part(file.url, offset, size)
+        return storage.storage(config).read_range(file.url, file.num_bytes, offset, size, region)
     try:
         opened = _OPEN_FILES.get((file.url, file.num_bytes), lambda: OpenFile.open(file.url))
         data = opened.read(offset, size)

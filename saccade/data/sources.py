@@ -15,14 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from saccade.config import decode, encode
+from saccade.data import storage
 from saccade.data.config import Source
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.index_files import ShardProgress
 from saccade.data.lengths import Lengths, Measurer
+from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.sample import Sample
-from saccade.data.storage import StorageConfig
+from saccade.data.storage import Chunk, Region, StorageConfig
+from saccade.data.units import Units, byte_range
 from saccade.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -58,10 +63,15 @@ class IndexedSource:
 
     # ---------------------------------------------------------------- for the batch sampler
 
-    @property
+    @functools.cached_property
     def sizes(self) -> Ints:
         """Kept samples of each shard."""
         return self.index.kept_sizes
+
+    @property
+    def num_bytes(self) -> Ints:
+        """Bytes of each shard."""
+        return self.index.num_bytes
 
     @property
     def fingerprint(self) -> str:
@@ -77,9 +87,61 @@ class IndexedSource:
 
     # ---------------------------------------------------------------- for the collator
 
-    def read(self, shard: int, kept_row: int) -> Sample:
-        """Read one sample and compare it with its checksum."""
-        return self.index.read_sample(shard, self._row(shard, kept_row), verify=True)
+    def read(self, shard: int, kept_row: int, unit_bytes: int | None = None, *, is_cached: bool = True) -> Sample:
+        """Read one sample and compare it with its checksum.
+
+        A remote one is read through the cache, whose chunks divide a unit of at most `unit_bytes`.
+        """
+        row, region = self._row(shard, kept_row), None
+        if unit_bytes is not None and is_cached and self.index.files[shard].is_remote:
+            region = self.region(shard, kept_row, unit_bytes)
+        return self.index.read_sample(shard, row, verify=True, region=region, is_cached=is_cached)
+
+    def region(self, shard: int, kept_row: int, unit_bytes: int) -> Region:
+        """The bytes of the unit that a sample is in."""
+        units = self._units(unit_bytes)
+        unit = int(units.of_samples(np.array([shard]), np.array([kept_row]))[0])
+        return self._regions(shard, unit_bytes)[unit - units.of_shard(shard).start]
+
+    def chunks(self, shard: int, kept_rows: Ints, unit_bytes: int | None) -> list[Chunk]:
+        """The chunks of a remote shard that these samples are in, in the order of their first use."""
+        file, config = self.index.files[shard], self.index.location.config
+        begins, ends = self.index.byte_ranges(shard, self.index.kept(shard)[kept_rows])
+        regions: list[Region | None] = [None] * len(kept_rows)
+        if unit_bytes is not None:
+            units = self._units(unit_bytes).of_samples(np.full(len(kept_rows), shard), kept_rows)
+            first = self._units(unit_bytes).of_shard(shard).start
+            regions = [self._regions(shard, unit_bytes)[unit - first] for unit in units.tolist()]
+        ranges = zip(begins.tolist(), ends.tolist(), regions, strict=True)
+        chunks = storage.storage(config).chunks
+        found = (
+            chunk
+            for begin, end, region in ranges
+            for chunk in chunks(file.url, file.num_bytes, begin, end - begin, region)
+        )
+        return list(dict.fromkeys(found))
+
+    def _units(self, unit_bytes: int) -> Units:
+        return self._cached_units.get(unit_bytes, lambda: Units(self.sizes, self.num_bytes, max_bytes=unit_bytes))
+
+    @functools.cached_property
+    def _cached_units(self) -> LRUCache[Units]:
+        return LRUCache(1)
+
+    @functools.cached_property
+    def _cached_regions(self) -> LRUCache[list[Region]]:
+        return LRUCache(64)
+
+    def _regions(self, shard: int, unit_bytes: int) -> list[Region]:
+        """The bytes of every unit of a shard."""
+        return self._cached_regions.get((shard, unit_bytes), lambda: self._find_regions(shard, unit_bytes))
+
+    def _find_regions(self, shard: int, unit_bytes: int) -> list[Region]:
+        units = self._units(unit_bytes)
+        rows = units.rows(np.array(units.of_shard(shard)))
+        begins, ends = self.index.byte_ranges(shard, self.index.kept(shard))
+        counts = zip(rows.first.tolist(), rows.counts.tolist(), strict=True)
+        return [Region(*byte_range(begins, ends, first, count)) for first, count in counts if count]
 
     def sample_id(self, shard: int, kept_row: int) -> str:
         """source/shard/key of a sample."""

@@ -2,13 +2,15 @@
 
     range -> chunks of a fixed size -> cached chunk | ranged request with retries -> cache
 
-`chunk_cache.py` holds the chunks. Transient faults are retried with exponential backoff; any other fault is one
-`StorageError` that says what to do.
+`chunk_cache.py` holds the chunks, `read_ahead.py` downloads them before they are needed. Chunks divide a file, or a
+region of it (a unit): nodes that read different regions download no byte twice. Transient faults are retried with
+exponential backoff; any other fault is one `StorageError` that says what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from saccade.data.chunk_cache import ChunkCache
@@ -44,6 +46,8 @@ class StorageConfig:
     """Wait before the second attempt, in seconds; doubled before each further one, up to 16 s, with random jitter."""
     timeout_s: float = 60.0
     """Timeout of one request, in seconds."""
+    num_ahead: int = 4
+    """Concurrent requests of each worker process for chunks that it will need; 0 downloads chunks when needed."""
     max_wait_s: float = 300.0
     """How long a stream retries a sample whose storage fails, in seconds; then it stops and can be resumed."""
 
@@ -54,6 +58,7 @@ class StorageConfig:
             or self.timeout_s <= 0
             or self.first_wait_s < 0
             or self.max_wait_s < 0
+            or self.num_ahead < 0
         ):
             raise ConfigError(f"{self}: sizes, attempts and times must be above 0")
         if self.max_cache_bytes and self.max_cache_bytes < self.chunk_bytes:
@@ -92,6 +97,47 @@ def _storage(config: StorageConfig, pid: int) -> Storage:
     return Storage(config)
 
 
+class Region(NamedTuple):
+    """A part of a file whose chunks are cached by themselves."""
+
+    begin: int
+    end: int
+
+
+class Chunk(NamedTuple):
+    """A part of a file that is downloaded at once and cached as a file."""
+
+    url: str
+    num_bytes: int
+    """Size of the whole file."""
+    offset: int
+    size: int
+    name: str
+    """Name of the cached file."""
+
+
+@dataclass
+class StorageCounters:
+    """What a process has read of remote files."""
+
+    num_requests: int = 0
+    num_bytes: int = 0
+    """Bytes downloaded."""
+    num_hits: int = 0
+    """Chunks read from the cache."""
+    num_misses: int = 0
+    """Chunks downloaded when they were needed."""
+    num_ahead: int = 0
+    """Chunks downloaded before they were needed."""
+    wait_s: float = 0.0
+    """Time that readers waited for chunks, in seconds."""
+
+    def plus(self, other: StorageCounters) -> StorageCounters:
+        """The sum of both."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return StorageCounters(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+
 class _AbsentError(StorageError):
     """The file does not exist, or access is denied."""
 
@@ -103,7 +149,8 @@ class Storage:
         self._config = config
         self._cache = ChunkCache(config.folder / "blocks", config.max_cache_bytes)
         self._filesystems: dict[str, Any] = {}
-        self._locks = [threading.Lock() for _ in range(256)]
+        self._lock = threading.Lock()
+        self.counters = StorageCounters()
 
     def list_folder(self, url: str, *, missing_ok: bool = False) -> dict[str, int | None]:
         """Names of the files in a folder, and their sizes if the listing has them."""
@@ -145,43 +192,79 @@ class Storage:
         with contextlib.suppress(_AbsentError):
             self._attempt(url, lambda: self._call(url, "rm", recursive=True))
 
-    def read_range(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
-        """Read a range of a file of `num_bytes`, through the cache."""
+    def read_range(self, url: str, num_bytes: int, offset: int, size: int, region: Region | None = None) -> bytes:
+        """Read a range of a file of `num_bytes`, through the cache. The range is in `region`, by default the file."""
         if offset + size > num_bytes:
             raise DataError(
                 f"{shown(url)}: wanted {size} bytes at {offset} of a file of {num_bytes}. Index the folder again"
             )
         if not size or not self._cache.is_usable():
             return self._download(url, num_bytes, offset, size) if size else b""
-        chunk_bytes = self._config.chunk_bytes
         parts = []
-        for number in range(offset // chunk_bytes, (offset + size - 1) // chunk_bytes + 1):
-            begin = max(offset - number * chunk_bytes, 0)
-            end = min(offset + size - number * chunk_bytes, chunk_bytes)
-            parts.append(self._read_chunk(url, num_bytes, number, begin, end))
+        for chunk in self.chunks(url, num_bytes, offset, size, region):
+            begin = max(offset - chunk.offset, 0)
+            parts.append(self._read_chunk(chunk, begin, min(offset + size - chunk.offset, chunk.size)))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def chunks(self, url: str, num_bytes: int, offset: int, size: int, region: Region | None = None) -> list[Chunk]:
+        """The chunks of a range."""
+        chunk_bytes = self._config.chunk_bytes
+        begin, end = region or (0, num_bytes)
+        named = f"{url} {num_bytes} {chunk_bytes}" + (f" {begin} {end}" if region else "")
+        digest = hashlib.sha256(named.encode()).hexdigest()[:32]
+        numbers = range((offset - begin) // chunk_bytes, (offset + size - 1 - begin) // chunk_bytes + 1)
+        starts = [begin + number * chunk_bytes for number in numbers]
+        return [
+            Chunk(url, num_bytes, start, min(chunk_bytes, end - start), f"{digest}-{number}")
+            for number, start in zip(numbers, starts, strict=True)
+        ]
 
     def prefetch(self, url: str, num_bytes: int) -> None:
         """Download every chunk of a file into the cache."""
-        for number in range(-(-num_bytes // self._config.chunk_bytes)):
-            if not self._cache.is_usable():
+        for chunk in self.chunks(url, num_bytes, 0, num_bytes) if num_bytes else ():
+            if not self.fetch(chunk):
                 return
-            self._read_chunk(url, num_bytes, number, 0, 0)
 
-    def _read_chunk(self, url: str, num_bytes: int, number: int, begin: int, end: int) -> bytes:
-        """Part of one chunk. Threads that need the same chunk wait for the first of them."""
-        offset = number * self._config.chunk_bytes
-        size = min(self._config.chunk_bytes, num_bytes - offset)
-        name = f"{hashlib.sha256(f'{url} {num_bytes} {self._config.chunk_bytes}'.encode()).hexdigest()[:32]}-{number}"
-        file = self._cache.open(name, size)
-        if file is None:
-            with self._locks[hash(name) % len(self._locks)]:
-                file = self._cache.open(name, size)
-                if file is None:
-                    data = self._download(url, num_bytes, offset, size)
-                    self._cache.put(name, data)
-                    return data[begin:end]
+    def fetch(self, chunk: Chunk) -> bool:
+        """Download a chunk into the cache, unless it is there; False if nothing is cached at present."""
+        if self._cache.is_usable() and self._cache.open(chunk.name, chunk.size) is None:
+            with self._cache.downloading(chunk.name):
+                if self._cache.open(chunk.name, chunk.size) is None:
+                    self._cache.put(chunk.name, self._download(chunk.url, chunk.num_bytes, chunk.offset, chunk.size))
+                    self._count(num_ahead=1)
+        return self._cache.is_usable()
+
+    def forget(self, url: str, num_bytes: int, offset: int, size: int, region: Region | None = None) -> None:
+        """Remove the chunks of a range from the cache: they are damaged."""
+        for chunk in self.chunks(url, num_bytes, offset, size, region):
+            self._cache.remove(chunk.name)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the cache on disk."""
+        return self._cache.num_bytes()
+
+    def _read_chunk(self, chunk: Chunk, begin: int, end: int) -> bytes:
+        """Part of one chunk. Threads and processes that need the same chunk wait for the first of them."""
+        file = self._cache.open(chunk.name, chunk.size)
+        if file is not None:
+            self._count(num_hits=1)
+            return file.read(begin, end - begin)
+        began = time.monotonic()
+        with self._cache.downloading(chunk.name):
+            file = self._cache.open(chunk.name, chunk.size)
+            if file is None:
+                data = self._download(chunk.url, chunk.num_bytes, chunk.offset, chunk.size)
+                self._cache.put(chunk.name, data)
+                self._count(num_misses=1, wait_s=time.monotonic() - began)
+                return data[begin:end]
+        self._count(num_hits=1, wait_s=time.monotonic() - began)
         return file.read(begin, end - begin)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self.counters, name, getattr(self.counters, name) + value)
 
     def _download(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
         def request() -> bytes:
@@ -191,6 +274,7 @@ class Storage:
                     f"{shown(url)}: requested {size} bytes, got {len(data)}: the server does not support range "
                     "requests. Use one that does, or copy the shards to a local folder"
                 )
+            self._count(num_requests=1, num_bytes=len(data))
             if len(data) < size:
                 raise ConnectionError(f"received {len(data)} of {size} bytes")
             return data

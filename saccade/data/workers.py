@@ -1,5 +1,6 @@
-"""Worker processes that collate packed sequences into shared memory.
+"""Worker processes that plan packing buffers, and collate packed sequences into shared memory.
 
+    trainer  --round, lane-->  worker: draw, look up lengths, pack into sequences    --sample refs-->  trainer
     trainer  --sample refs-->  worker: read, decode, pack into shared memory  --offsets-->  trainer: tensors in place
 
 A buffer is reused once the last tensor in it is freed, because fresh pages are slow.
@@ -13,6 +14,7 @@ import mmap
 import os
 import socket
 import weakref
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -23,11 +25,15 @@ import torch
 from torch import Tensor
 
 from saccade.config import decode, encode
+from saccade.data import storage
 from saccade.data.bad_samples import BadSample
-from saccade.data.batch_sampler import SampleRef
+from saccade.data.batch_sampler import BatchSampler
 from saccade.data.collate import CollateResult, Collator, PackedSequence
 from saccade.data.config import StreamConfig
+from saccade.data.packing_buffer import BufferId, PackingBuffer, SampleRef, SequenceRefs
+from saccade.data.read_ahead import ReadAhead, chunks_of
 from saccade.data.sources import IndexedSource
+from saccade.data.storage import StorageCounters
 from saccade.errors import DataError, UserError
 from saccade.processor.image import Pixels
 from saccade.processor.inputs import ModelInputs
@@ -114,14 +120,16 @@ class _Buffers:
         self.buffers: list[SequenceBuffer] = []
         self.free: list[int] = []
         """Indices of buffers without tensors."""
+        self.storage = StorageCounters()
+        """What the worker has read of remote files so far."""
 
 
 class _CollateJob(Job[_Buffers, CollateResult]):
     """One packed sequence."""
 
-    def __init__(self, refs: Sequence[SampleRef], sources: Sequence[IndexedSource]) -> None:
+    def __init__(self, sequence: SequenceRefs, sources: Sequence[IndexedSource]) -> None:
         super().__init__()
-        self._refs, self._sources = refs, sources
+        self._refs, self._is_own, self._sources = sequence.samples, sequence.is_own, sources
         self._buffer = 0
 
     def send(self, worker: Worker[_Buffers]) -> None:
@@ -132,10 +140,11 @@ class _CollateJob(Job[_Buffers, CollateResult]):
             self._buffer = len(channel.buffers)
             channel.buffers.append(SequenceBuffer())
             new = [channel.buffers[-1].fd]
-        send(worker.connection, {"refs": self._refs, "buffer": self._buffer}, new)
+        send(worker.connection, {"refs": self._refs, "is_own": self._is_own, "buffer": self._buffer}, new)
 
     def receive(self, message: dict[str, Any], worker: Worker[_Buffers]) -> CollateResult:
         channel = worker.channel
+        channel.storage = StorageCounters(**message.pop("storage"))
         on_free = functools.partial(channel.free.append, self._buffer)
         return channel.buffers[self._buffer].read(message, on_free)
 
@@ -149,27 +158,67 @@ class _CollateJob(Job[_Buffers, CollateResult]):
         return ", ".join(self._sources[ref.source].sample_id(ref.shard, ref.kept_row) for ref in self._refs)
 
 
+class _PlanJob(Job[_Buffers, PackingBuffer]):
+    """One packing buffer."""
+
+    def __init__(self, key: BufferId) -> None:
+        super().__init__()
+        self._key = key
+
+    def send(self, worker: Worker[_Buffers]) -> None:
+        send(worker.connection, {"plan": self._key})
+
+    def receive(self, message: dict[str, Any], worker: Worker[_Buffers]) -> PackingBuffer:
+        return PackingBuffer.from_bytes(b64decode(message["planned"]))
+
+    def error(self, reason: str) -> DataError:
+        return DataError(f"{self.num_crashes} worker processes crashed on {self}: {reason}. Use fewer workers")
+
+    def __str__(self) -> str:
+        return f"the plan of round {self._key.round}, lane {self._key.lane}"
+
+
 class CollatorPool:
-    """Collates packed sequences in `num_workers` processes, which start with the first `collate`."""
+    """Plans and collates packed sequences in `num_workers` processes, which start with the first `collate`."""
 
     def __init__(self, sources: Sequence[IndexedSource], config: StreamConfig) -> None:
         self._sources, self._config = sources, config
         self._pool: WorkerPool[_Buffers] | None = None
+        self._channels: list[_Buffers] = []
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the running workers."""
         return self._pool.pids if self._pool else []
 
-    def collate(self, sequences: Iterable[Sequence[SampleRef]]) -> Generator[CollateResult]:
+    @property
+    def storage_counters(self) -> StorageCounters:
+        """What the workers have read of remote files."""
+        total = StorageCounters()
+        for channel in self._channels:
+            total = total.plus(channel.storage)
+        return total
+
+    def _open_channel(self) -> _Buffers:
+        self._channels.append(_Buffers())
+        return self._channels[-1]
+
+    def plan(self, key: BufferId) -> Future[PackingBuffer]:
+        """Compute a packing buffer, after what was submitted before. `collate` has begun."""
+        assert self._pool is not None, "collate starts the workers"
+        return self._pool.submit(_PlanJob(key))
+
+    def collate(self, sequences: Iterable[SequenceRefs]) -> Generator[CollateResult]:
         """The packed sequences in order. At most two per worker are running or waiting to be taken."""
         num_workers = self._config.num_workers
         content = {"config": encode(self._config), "sources": [source.to_json() for source in self._sources]}
-        self._pool = WorkerPool(ForkServer(initialize, content), num_workers, _Buffers, queue_depth=_QUEUE_DEPTH)
+        self._pool = WorkerPool(
+            ForkServer(initialize, content), num_workers, self._open_channel, queue_depth=_QUEUE_DEPTH
+        )
         pending: deque[Future[CollateResult]] = deque()
         try:
-            for refs in sequences:
-                pending.append(self._pool.submit(_CollateJob(refs, self._sources)))
+            for sequence in sequences:
+                pending.append(self._pool.submit(_CollateJob(sequence, self._sources)))
                 if len(pending) == _QUEUE_DEPTH * num_workers:
                     yield pending.popleft().result()
             while pending:
@@ -198,25 +247,41 @@ def initialize(content: Any) -> tuple[RunWorker, None]:
     keep_freed_memory()
     config = decode(StreamConfig, content["config"])
     sources = [IndexedSource.from_json(source, config.storage) for source in content["sources"]]
-    return functools.partial(_run_worker, Collator(sources, config)), None
+    return functools.partial(_run_worker, sources, Collator(sources, config), BatchSampler(sources, config)), None
 
 
-def _run_worker(collator: Collator, connection: socket.socket) -> None:
-    """Collate one sequence after the other until the connection is closed."""
+def _run_worker(
+    sources: Sequence[IndexedSource], collator: Collator, sampler: BatchSampler, connection: socket.socket
+) -> None:
+    """Plan packing buffers and collate sequences, one after the other, until the connection is closed."""
     buffers: list[SequenceBuffer] = []
+    ahead = ReadAhead(sampler.config.storage)
     while True:
         message, fds = receive_with_fds(connection)
         if message is None:
             return
         buffers += map(SequenceBuffer, fds)
-        refs = [SampleRef(*ref) for ref in message["refs"]]
-        collate = functools.partial(collator.make, refs)
+        reply: dict[str, Any]
         try:
-            num_patches = sum(ref.patches for ref in refs)
-            reply = buffers[message["buffer"]].write(collate, num_patches, collator.patch_dim)
+            if "plan" in message:
+                planned = sampler.packing_buffer(*message["plan"])
+                reply = {"planned": b64encode(planned.to_bytes()).decode()}
+                ahead.add(chunks_of(planned, sources, sampler.config))
+            else:
+                reply = _collate(collator, message, buffers)
+                reply["storage"] = vars(storage.storage(sampler.config.storage).counters)
         except Exception as error:
             reply = encode_error(error)
         try:
             send(connection, reply)
         except OSError:
             return
+
+
+def _collate(collator: Collator, message: dict[str, Any], buffers: Sequence[SequenceBuffer]) -> dict[str, Any]:
+    """Collate one sequence into the buffer that the message names."""
+    refs = [SampleRef(*ref) for ref in message["refs"]]
+    num_patches = sum(ref.patches for ref in refs)
+    collate = functools.partial(collator.make, refs, is_own=message["is_own"])
+    buffer: SequenceBuffer = buffers[message["buffer"]]
+    return buffer.write(collate, num_patches, collator.patch_dim)

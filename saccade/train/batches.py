@@ -22,6 +22,7 @@ from saccade.data.config import Source
 from saccade.data.index import open_index
 from saccade.data.index_files import ShardProgress
 from saccade.data.loader import Stream, open_stream
+from saccade.data.rank_batches import Exchange
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
 from saccade.train.config import TrainConfig
@@ -42,8 +43,10 @@ def open_stage_stream(
     rank: int = 0,
     num_ranks: int = 1,
     context: ContextGroup = ONE_RANK,
+    ranks_per_node: int | None = None,
+    exchange: Exchange | None = None,
 ) -> Stream:
-    """This rank's data stream of a stage, from `state` on."""
+    """This rank's data stream of a stage, from `state` on. Ranks are those of the data; see `open_stream`."""
     data = stage.data
     return open_stream(
         data.sources,
@@ -55,11 +58,15 @@ def open_stage_stream(
         seed=config.seed,
         num_epochs=stage.epochs,
         window_shards=data.window_shards,
+        num_lanes=data.num_lanes,
+        unit_bytes=data.unit_bytes,
         packing_buffer_size=data.packing_buffer_size,
         rank=rank,
         num_ranks=num_ranks,
         context_rank=context.rank,
         num_context_ranks=context.num_ranks,
+        ranks_per_node=ranks_per_node,
+        exchange=exchange,
         state=state,
         resize=data.resize,
         augment=data.augment,

@@ -32,7 +32,14 @@ class DataConfig:
     packing_buffer_size: int = 4096
     """Samples that are packed together: a larger buffer fills sequences better and takes longer to pack."""
     window_shards: int = 16
-    """Shards of a source whose samples are shuffled together: more shards mix better and are open at the same time."""
+    """Shards (units, with `unit_bytes`) of a source whose samples are shuffled together: more mix better and are open
+    at the same time."""
+    num_lanes: int = 1
+    """Equal parts of an epoch that are read side by side, so that every node downloads its own part only. For remote
+    shards on many nodes: up to `global_batch_size`, at least 5 per node."""
+    unit_bytes: int | None = None
+    """Larger shards are cut into units of at most this many bytes, which are shuffled, cached and prefetched; for many
+    nodes 128 MiB. Default: shards are not cut."""
     num_workers: int = 4
     """Worker processes per rank that decode images and pack sequences; 0 does it in the trainer process."""
     resize: Literal["pillow", "torch"] = "torch"
@@ -50,6 +57,9 @@ class DataConfig:
         if not self.sources:
             raise ConfigError("sources is empty. Name at least one shard folder: sources = [{ path = 'shards' }]")
         check_positive(self, "max_seq_len", "max_patches", "global_batch_size", "packing_buffer_size", "window_shards")
+        check_positive(self, "num_lanes")
+        if self.unit_bytes is not None:
+            check_positive(self, "unit_bytes")
         if self.num_workers < 0:
             raise ConfigError(f"num_workers is {self.num_workers}; give 0 or more")
         if not 0.0 <= self.token_dropout < 1.0:

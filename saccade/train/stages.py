@@ -266,6 +266,8 @@ def _open_data(
             rank=world.data_rank,
             num_ranks=world.num_data_ranks,
             context=context,
+            ranks_per_node=world.data_ranks_per_node,
+            exchange=world.open_store(),
         )
 
     if world.is_main:

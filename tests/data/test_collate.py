@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from saccade.config import decode, encode
 from saccade.data.augment import AugmentConfig
-from saccade.data.batch_sampler import SampleRef
 from saccade.data.collate import Collator
 from saccade.data.config import Source, StreamConfig
 from saccade.data.index import open_index
 from saccade.data.index_builder import build_index
 from saccade.data.lengths import Measurer, measure_sample
+from saccade.data.packing_buffer import SampleRef
 from saccade.data.sample import Sample, TextRules, conversations
 from saccade.data.sources import IndexedSource, open_sources
 from saccade.data.storage import StorageConfig

@@ -58,6 +58,9 @@ def run_root(tmp_path_factory):
     train(read_recipe(recipe("one-then-two"), "stages.0.steps=3", *rows), device="cpu")
     named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", "stages.0.schedule.warmup_steps=2", *rows]
     train(read_recipe(recipe("named-one-then-two"), "stages.0.steps=2", *named), device="cpu")
+    lanes = ["stages.0.data.num_lanes=4", "stages.0.data.unit_bytes=20000", "stages.0.data.global_batch_size=4"]
+    train(read_recipe(recipe("lanes-one"), "stages.0.steps=5", *lanes), device="cpu")
+    train(read_recipe(recipe("lanes-one-then-two"), "stages.0.steps=3", *lanes), device="cpu")
     jobs = [{"world": str(folder / "world.json")}]
     jobs += [{"recipe": str(recipe(name)), "set": [*rows, *settings]} for name, settings in VARIANTS.items()]
     jobs += [
@@ -70,6 +73,7 @@ def run_root(tmp_path_factory):
         {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=3", *rows]},
         {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
         {"recipe": str(folder / "named-one-then-two.toml"), "set": ["stages.0.steps=4", *named]},
+        {"recipe": str(folder / "lanes-one-then-two.toml"), "set": ["stages.0.steps=5", *lanes]},
         {"threads": str(folder / "threads"), "expected": GLOO_THREADS},
     ]  # fmt: skip
     run_together(jobs, folder, num_ranks=2)
@@ -131,6 +135,12 @@ def test_two_ranks_compute_the_losses_of_one(run_root, name):
     assert many == pytest.approx(single[: len(many)], abs=1e-5)
     norms = [(records(run_root / run)[3]["grad_norm"]) for run in (name, "one")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_run_with_lanes_resumed_on_two_ranks_continues_as_one(run_root):
+    """The ranks plan their own lanes, and get the others through the store of the job."""
+    assert losses(run_root / "lanes-one-then-two") == pytest.approx(losses(run_root / "lanes-one"), abs=1e-5)
+    assert losses(run_root / "lanes-one")[0] != losses(run_root / "one")[0], "lanes change the order"
 
 
 @pytest.mark.parametrize("name", ["mixed-two", "mixed-ddp"])
