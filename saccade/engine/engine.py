@@ -12,7 +12,6 @@ output in a thread. The core (`core`), in a thread or a process of its own (`tra
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,8 +22,6 @@ import torch
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import FlushCaches
-from saccade.engine.core.statistics import Statistics
-from saccade.engine.frontend.adapters import Adapters
 from saccade.engine.frontend.batch import Conversation, Sampling, complete_all, conversations_of, sampling_of
 from saccade.engine.frontend.beam_search import BeamSearchParams, search_all
 from saccade.engine.frontend.core_client import Connect
@@ -37,7 +34,7 @@ from saccade.engine.load_core import with_slots
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, CompletionDelta, RequestOptions
 from saccade.engine.sampling_params import SamplingParams
-from saccade.engine.start import start
+from saccade.engine.start import RunningEngine, start
 from saccade.errors import RequestError
 from saccade.model.families import family_of
 from saccade.processor import Processor
@@ -45,7 +42,7 @@ from saccade.processor.image import MediaLimits
 from saccade.processor.tools import Tool
 
 
-class Engine:
+class Engine(RunningEngine):
     """Serves many requests at once. Thread-safe. Close it to end its threads and processes and to free its memory."""
 
     def __init__(
@@ -58,11 +55,8 @@ class Engine:
         """Start the core with `connect`. `load` makes the arguments."""
         self.processor = processor
         """The checkpoint's tokenizer, chat template and image processor."""
-        self._preprocessor = preprocessor
         self._front_end = FrontEnd(connect, processor)
-        self._adapters = Adapters(
-            self._front_end, {name: Path(folder).absolute() for name, folder in (adapters or {}).items()}
-        )
+        super().__init__(self._front_end, preprocessor, adapters)
 
     @staticmethod
     def load(
@@ -86,7 +80,6 @@ class Engine:
             folder,
             config,
             lambda connect, preprocessor: Engine(connect, processor, preprocessor, adapters),
-            lambda engine: engine._adapters.load_wanted(),
             device=device,
             dtype=dtype,
             limits=limits,
@@ -241,21 +234,7 @@ class Engine:
         """
         return self._front_end.submit(prompt, sampling, on_delta, options or RequestOptions(), streams=streams)
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; its last delta has the finish reason `cancelled`. No effect on a request that has ended."""
-        self._front_end.cancel(request_id)
-
     # -------------------------------------------------------------- adapters
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """Folders of the adapters that requests can name."""
-        return self._adapters.loaded
-
-    @property
-    def refused_adapters(self) -> dict[str, str]:
-        """Adapters that the core refused when it started, and why. The next core tries again."""
-        return self._adapters.refused
 
     def add_adapter(self, name: str, folder: str | Path, *, timeout_s: float | None = None) -> None:
         """Load a LoRA adapter from a PEFT folder while requests are served. RequestError: it is refused."""
@@ -290,11 +269,6 @@ class Engine:
         return self._front_end.info.page_size
 
     @property
-    def statistics(self) -> Statistics:
-        """Counters since the start of the core."""
-        return self._front_end.core.statistics
-
-    @property
     def preprocessing_statistics(self) -> PreprocessingStatistics:
         """Counters since the start of the preprocessing workers."""
         return self._preprocessor.statistics
@@ -303,11 +277,6 @@ class Engine:
     def worker_pids(self) -> list[int]:
         """Process ids of the image workers."""
         return self._preprocessor.worker_pids
-
-    @property
-    def core_pid(self) -> int | None:
-        """Process id of the core; None if it runs in a thread."""
-        return getattr(self._front_end.core, "pid", None)
 
     def flush_caches(self) -> None:
         """Empty the caches of prefixes, encoded and processed images, except for entries of running requests."""
@@ -320,11 +289,6 @@ class Engine:
 
     # -------------------------------------------------------------- restart, close
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the core has died or the engine is closed. True before the first open request is failed for it."""
-        return self._front_end.has_failed
-
     def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
         """Wait until the core has died or the engine is closed, and every request has ended. False: timeout."""
         return self._front_end.wait_until_stopped(timeout_s)
@@ -336,19 +300,7 @@ class Engine:
         kernel kills the core process when the thread that started it exits.
         """
         self._front_end.restart()
-        self._adapters.load_wanted()
+        self.load_adapters()
         if self.has_failed:
             self._front_end.wait_until_stopped()
             raise RuntimeError("the engine core died while it loaded the adapters")
-
-    def close(self) -> None:
-        """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
-        if self._front_end.close():
-            self._preprocessor.close()
-            gc.unfreeze()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

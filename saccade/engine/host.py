@@ -10,7 +10,6 @@ the place of its data.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -20,9 +19,7 @@ from pathlib import Path
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.messages import AddRequest, CoreInfo
-from saccade.engine.core.statistics import Statistics
-from saccade.engine.frontend.adapters import Adapters
+from saccade.engine.core.messages import AddRequest
 from saccade.engine.frontend.core_client import Connect, CoreClient
 from saccade.engine.frontend.open_request import OpenRequest
 from saccade.engine.frontend.open_requests import OpenRequests
@@ -32,7 +29,7 @@ from saccade.engine.media import EncodedImage
 from saccade.engine.media import MediaMissingError as MediaMissingError
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Failure, Request, RequestOutput
-from saccade.engine.start import start
+from saccade.engine.start import RunningEngine, start
 from saccade.engine.transport.wire import SentRequest
 from saccade.errors import RequestError
 from saccade.model.families import family_of
@@ -62,14 +59,12 @@ class QueuedWork:
     """Tokens of prompts, and output tokens that are known already."""
 
 
-class EngineHost:
+class EngineHost(RunningEngine):
     """Serves requests of several senders at once. Thread-safe. Close it to end its threads and processes."""
 
     def __init__(self, connect: Connect, preprocessor: Preprocessor, adapters: Mapping[str, str | Path]) -> None:
         """Start the core with `connect`. `load` makes the arguments."""
-        self._preprocessor = preprocessor
-        self._requests = OpenRequests(connect)
-        self._adapters = Adapters(self._requests, {name: Path(folder).absolute() for name, folder in adapters.items()})
+        super().__init__(OpenRequests(connect), preprocessor, adapters)
 
     @staticmethod
     def load(
@@ -88,7 +83,6 @@ class EngineHost:
             folder,
             config,
             lambda connect, preprocessor: EngineHost(connect, preprocessor, adapters or {}),
-            lambda host: host._adapters.load_wanted(),
             device=device,
             dtype=dtype,
             limits=limits,
@@ -138,36 +132,12 @@ class EngineHost:
         output = RequestOutput(request_id=request.id, finish_reason="failed", failure=failure)
         self._requests.post(partial(on_output, output))
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request; its last output has the finish reason `cancelled`. No effect if it has ended."""
-        self._requests.cancel(request_id)
-
     # -------------------------------------------------------------- the state of the engine
-
-    @property
-    def info(self) -> CoreInfo:
-        """Limits and sizes of the core."""
-        return self._requests.info
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counters since the start of the core."""
-        return self._requests.core.statistics
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return self._requests.num_open
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """Folders of the adapters that requests can name."""
-        return self._adapters.loaded
-
-    @property
-    def core_pid(self) -> int | None:
-        """Process id of the core; None if it runs in a thread."""
-        return getattr(self._requests.core, "pid", None)
 
     def queued(self) -> QueuedWork:
         """Work that is accepted and not computed yet."""
@@ -183,23 +153,6 @@ class EngineHost:
             num_queued_patches=sum(patches for key, patches in images.items() if key not in computed),
             num_queued_tokens=sum(len(request.token_ids) + len(request.output_ids) for request in waiting),
         )
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the core has died or the host is closed. True before the first open request is failed for it."""
-        return self._requests.has_failed
-
-    def close(self) -> None:
-        """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
-        if self._requests.close():
-            self._preprocessor.close()
-            gc.unfreeze()
-
-    def __enter__(self) -> EngineHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _HostedRequest(OpenRequest):
