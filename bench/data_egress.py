@@ -4,7 +4,7 @@
 
 moto's server on loopback holds scaled-down shards: tars of 256 KiB in units of 64 KiB, 320 lanes, one global batch for
 all. Every node is a process with an empty cache, one after the other; it reads and verifies its samples as training
-does, without decoding. Counted are bodies of answered GET requests for tars.
+does, without decoding. The index is in a folder that all nodes share. Counted are bodies of answers to GET of tars.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def measure(sample: Sample) -> tuple[list[int], int]:
 
 
 def upload(folder: Path) -> int:
-    """Write the shards with index and lengths, and upload them; returns the bytes of the tars."""
+    """Write the shards with index and lengths, and upload the tars; returns their bytes."""
     import boto3  # type: ignore[import-not-found]
 
     rng = np.random.default_rng(0)
@@ -90,8 +90,8 @@ def upload(folder: Path) -> int:
     Lengths(index, "toy").build(measure, num_workers=1)
     client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
     client.create_bucket(Bucket="bucket")
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        client.upload_file(str(path), "bucket", f"set/{path.relative_to(folder)}")
+    for path in sorted(folder.glob("*.tar")):
+        client.upload_file(str(path), "bucket", f"set/{path.name}")
     return sum(file.num_bytes for file in list_shards(folder))
 
 
@@ -100,6 +100,7 @@ class Job:
 
     def __init__(self, folder: Path, num_nodes: int, position: Position | None = None, **options: Any) -> None:
         settings = {"num_lanes": NUM_LANES, "unit_bytes": UNIT_BYTES, "window_shards": 4} | options
+        self._planned: dict[BufferId, PackingBuffer] = {}
         self.folder, self.num_nodes, self.position = folder, num_nodes, position or Position()
         self.settings = {
             "checkpoint": "", "max_seq_len": 8192, "global_batch_size": 320, "packing_buffer_size": 128,
@@ -111,8 +112,10 @@ class Job:
         sampler = BatchSampler([source], StreamConfig(**self.settings, rank=rank))
 
         def compute(key: BufferId) -> Future[PackingBuffer]:
+            if key not in self._planned:  # once for all nodes: they are forks of this process
+                self._planned[key] = sampler.packing_buffer(*key)
             done: Future[PackingBuffer] = Future()
-            done.set_result(sampler.packing_buffer(*key))
+            done.set_result(self._planned[key])
             return done
 
         return RankBatches(sampler, compute, None).read(self.position)
@@ -125,7 +128,8 @@ class Job:
     def read(self, rank: int, cache: str, num_batches: int | None, found: Any) -> None:
         """The process of one node: read every sample of its sequences; tell which."""
         config = StorageConfig(cache_folder=cache, chunk_bytes=UNIT_BYTES, num_ahead=0)
-        index = open_index("s3://bucket/set", check_files=False, config=config)
+        shipped = str(self.folder / "index")
+        index = open_index("s3://bucket/set", check_files=False, config=config, index_folder=shipped)
         source = IndexedSource(Source(path="s3://bucket/set", name="set"), index, Lengths(index, "toy"))
         samples = []
         for share in itertools.islice(self.shares(rank, source), num_batches):
@@ -137,6 +141,8 @@ class Job:
 
     def run(self, counter: Counter, caches: Path, num_batches: int | None = None) -> tuple[int, list[int]]:
         """All nodes, one after the other: bytes sent, and the samples read."""
+        for _ in self.shares(0, self.local()):
+            """Plan everything."""
         before, samples, context = counter.num_bytes, [], multiprocessing.get_context("fork")
         for rank in range(self.num_nodes):
             found = context.Queue()

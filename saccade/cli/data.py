@@ -13,7 +13,7 @@ from saccade.cli.progress import count_progress, shard_progress
 from saccade.errors import ConfigError, DataError
 
 app = typer.Typer(
-    help="Prepare, index, measure, curate and inspect shard folders.", no_args_is_help=True, cls=CommandGroup
+    help="Prepare, index, measure, publish, curate and inspect shard folders.", no_args_is_help=True, cls=CommandGroup
 )
 
 ShardsArgument = Annotated[str, typer.Argument(help="Shard folder, glob, braces or one tar; a path or an fsspec URL.")]
@@ -260,6 +260,70 @@ def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[s
             }
             measured.setdefault((sources, pairs), options)
     return list(measured.values())
+
+
+@app.command(
+    epilog=examples(
+        "saccade data publish s3://bucket/laion --model checkpoint",
+        "saccade data publish s3://bucket/laion --model checkpoint --features --ray auto",
+    )
+)
+def publish(
+    shards: Annotated[str, typer.Argument(help="Shard folder: a path or an fsspec URL.")],
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="Checkpoint folder whose token lengths are written too; may be repeated."),
+    ] = None,
+    features: Annotated[bool, typer.Option(help="Also write what curation measures of every sample.")] = False,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write index, lengths and features next to the shards in one pass over them.
+
+    Machines that open the folder afterwards read no sample before training.
+    """
+    from saccade.data.lengths import Measurer
+    from saccade.data.publish import publish as run
+    from saccade.data.sample import TextRules
+
+    measurers = [Measurer(str(folder), TextRules()) for folder in model or []]
+    with shard_progress("publishing") as advance:
+        report = run(shards, measurers, features=features, num_workers=workers, ray_address=ray, on_progress=advance)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+        return
+    typer.echo(
+        f"{report.url}: {report.num_samples:,} samples in {report.num_shards:,} shards ({report.num_read:,} read now), "
+        f"{report.num_errors:,} cannot be used"
+    )
+    for shard, reason in report.quarantined.items():
+        typer.echo(f"  left out {shard}: {reason}")
+
+
+@app.command(epilog=examples("saccade data takedown s3://bucket/laion removed.txt"))
+def takedown(
+    shards: Annotated[str, typer.Argument(help="Shard folder: a path or an fsspec URL.")],
+    listed: Annotated[
+        Path, typer.Argument(help="Text file with a sample per line: shard/key, source/shard/key or its checksum.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Remove samples from training without touching shards, order or states.
+
+    They are skipped, counted and named from the next start of a run on.
+    """
+    from saccade.data.takedown import take_down
+
+    try:
+        lines = listed.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{listed}: cannot be read: {error}. Give a text file with a sample per line") from error
+    added, total = take_down(shards, lines)
+    if as_json:
+        typer.echo(json.dumps({"added": added, "total": total}))
+        return
+    typer.echo(f"{shards}: {added:,} samples taken down, {total:,} in all")
 
 
 @app.command()

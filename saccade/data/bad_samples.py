@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from saccade.errors import DataError
@@ -25,6 +25,12 @@ class BadSample:
     sample_id: str
     """source/shard/key, as in `PackedSequence.sample_ids`."""
     reason: str
+    is_taken_down: bool = False
+    """Whether it was removed on purpose: it is listed and counted, and is no reason to stop."""
+
+    def to_json(self) -> dict[str, str]:
+        """The sample as the log has it."""
+        return {"sample_id": self.sample_id, "reason": self.reason}
 
 
 class BadSampleLog:
@@ -33,7 +39,7 @@ class BadSampleLog:
     def __init__(self, max_share: float, path: str | Path | None) -> None:
         """Bad samples are appended to `path` as JSON lines, each once; ranks may share the file."""
         self._max_share, self._path = max_share, None if path is None else Path(path)
-        self._num_bad, self._num_good = 0, 0
+        self._num_bad, self._num_good, self.num_taken_down = 0, 0, 0
         self._first: list[BadSample] = []
         self._listed: set[bytes] = set()
         self._num_read = 0
@@ -41,6 +47,13 @@ class BadSampleLog:
     def add(self, bad: Sequence[BadSample], num_good: int) -> None:
         """Add one batch. Raises `DataError` when there are too many bad samples."""
         self._num_good += num_good
+        removed = [sample for sample in bad if sample.is_taken_down]
+        if removed and not self.num_taken_down:
+            logger.warning("sample %s was taken down and is skipped. %s", removed[0].sample_id, self._where)
+        self.num_taken_down += len(removed)
+        if removed and self._path:
+            self._append(removed, self._path)
+        bad = [sample for sample in bad if not sample.is_taken_down]
         if not bad:
             return
         if not self._num_bad:
@@ -67,7 +80,7 @@ class BadSampleLog:
             read = file.read()
             self._num_read += len(read)
             self._listed.update(read.splitlines())
-            lines = dict.fromkeys(json.dumps(asdict(sample)).encode() for sample in bad)
+            lines = dict.fromkeys(json.dumps(sample.to_json()).encode() for sample in bad)
             new = [line for line in lines if line not in self._listed]
             if new:
                 is_cut = read and not read.endswith(b"\n")

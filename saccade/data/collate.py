@@ -34,6 +34,7 @@ from saccade.data.image_shares import SharedConversation, share_images
 from saccade.data.packing_buffer import SampleRef
 from saccade.data.sample import Sample, training_conversations
 from saccade.data.sources import IndexedSource
+from saccade.data.takedown import TakenDownError
 from saccade.data.token_dropout import TokenDropout
 from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.image import Pixels, load_image
@@ -144,7 +145,7 @@ class Collator:
             except StorageError:
                 raise
             except Exception as failure:  # bad content must not end the run; past max_bad_share the stream does
-                bad.append(BadSample(sample_id, _reason(failure)))
+                bad.append(BadSample(sample_id, _reason(failure), isinstance(failure, TakenDownError)))
                 continue
             if error is not None:
                 undecoded.append(len(sample_ids))

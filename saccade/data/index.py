@@ -262,6 +262,11 @@ class ShardIndex:
         names = [layout.names[code] for code in layout.codes[layout.members(row)].tolist()]
         return Sample(key, layout.sources[layout.source_codes[row]], dict(zip(names, parts, strict=True)))
 
+    def identity(self, shard: int, row: int) -> tuple[str, bytes]:
+        """Key and checksum of a sample."""
+        layout = self._layout(shard)
+        return layout.keys[row].as_py(), layout.checksums[row].as_py()
+
     def byte_ranges(self, shard: int, rows: Ints) -> tuple[Ints, Ints]:
         """First byte of each of these samples in its shard, and the one after its last."""
         layout = self._layout(shard)

@@ -122,18 +122,18 @@ def _index_shards(
     """Index these shards: the entry of each, and whether it was scanned."""
     if ray_address is None:
         num_workers = num_workers or workers_for(sum(file.num_bytes for file in files))
-        yield from in_processes(_index_shard, location, files, num_workers)
+        yield from in_processes(index_shard, location, files, num_workers)
         return
-    for outcome in run_jobs(_index_shard, location, files, Workers(num_workers=num_workers, ray_address=ray_address)):
+    for outcome in run_jobs(index_shard, location, files, Workers(num_workers=num_workers, ray_address=ray_address)):
         if outcome.has_crashed:
-            yield _write_unreadable(location, outcome.job, outcome.error or ""), True
+            yield write_unreadable(location, outcome.job, outcome.error or ""), True
         elif outcome.result is None:
             raise DataError(outcome.error)
         else:
             yield outcome.result
 
 
-def _index_shard(location: IndexLocation, file: ShardFile) -> tuple[ShardEntry, bool]:
+def index_shard(location: IndexLocation, file: ShardFile) -> tuple[ShardEntry, bool]:
     """Index one shard, unless its file exists already; returns whether it was scanned."""
     note = location.read_note(parquet_name(file.name))
     if note and note.get("bytes") == file.num_bytes and "num_errors" in note:
@@ -146,7 +146,7 @@ def _index_shard(location: IndexLocation, file: ShardFile) -> tuple[ShardEntry, 
     return entry, True
 
 
-def _write_unreadable(location: IndexLocation, file: ShardFile, reason: str) -> ShardEntry:
+def write_unreadable(location: IndexLocation, file: ShardFile, reason: str) -> ShardEntry:
     """Index a shard that cannot be read as one without samples, and name it."""
     entry = ShardEntry(file.name, file.num_bytes, 0, 0, f"given up: {reason}", file.num_bytes)
     location.write_table(parquet_name(file.name), pa.Table.from_pylist([], SCHEMA), entry.to_json())

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex
-from saccade.data.index_files import ShardProgress, note_for, parquet_name, write_table
+from saccade.data.index_files import ShardProgress, parquet_name
 from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.parallel import in_processes, workers_for
@@ -128,6 +128,11 @@ class Ragged:
         return selected
 
 
+def lengths_folder(fingerprint: str) -> str:
+    """The folder of lengths in an index."""
+    return f"lengths-{fingerprint}"
+
+
 class Lengths:
     """The lengths of a shard folder under one fingerprint. Safe with threads; the shards read last are cached."""
 
@@ -137,7 +142,7 @@ class Lengths:
                 f"{fingerprint!r} cannot be a fingerprint: it names a folder. Use letters, digits, - and _"
             )
         self.fingerprint = fingerprint
-        self._index, self._folder = index, f"lengths-{fingerprint}"
+        self._index, self._folder = index, lengths_folder(fingerprint)
         self._shards: LRUCache[tuple[Ragged, NDArray[np.int32]]] = LRUCache(64)
 
     def of_shard(self, shard: int) -> tuple[Ragged, NDArray[np.int32]]:
@@ -192,14 +197,21 @@ class Lengths:
 def _measure_shard(shared: tuple[ShardIndex, Measure, str], shard: int) -> tuple[int, bool]:
     """Write the lengths of one shard, unless another machine has; returns whether it was measured."""
     index, measure, folder = shared
+    return shard, measure_shard(index, measure, folder, shard)
+
+
+def measure_shard(index: ShardIndex, measure: Measure, folder: str, shard: int) -> bool:
+    """Write the lengths of one shard into a folder of the index, unless they are there; returns whether it did."""
     entry = index.entries[shard]
-    target = index.folder / folder / parquet_name(entry.name)
-    if note_for(target, entry) is not None:
-        return shard, False
+    target = f"{folder}/{parquet_name(entry.name)}"
+    note = index.location.read_note(target)
+    if note is not None and (note.get("bytes"), note["num_rows"]) == (entry.num_bytes, entry.num_samples):
+        return False
     errors = index.read(shard, ["error"])["error"].to_pylist()
     rows = [_measure_row(index, measure, shard, row, error) for row, error in enumerate(errors)]
-    write_table(target, pa.Table.from_pylist(rows, _SCHEMA), {"name": entry.name, "bytes": entry.num_bytes})
-    return shard, True
+    table = pa.Table.from_pylist(rows, _SCHEMA)
+    index.location.write_table(target, table, {"name": entry.name, "bytes": entry.num_bytes})
+    return True
 
 
 def _measure_row(index: ShardIndex, measure: Measure, shard: int, row: int, error: str | None) -> dict[str, Any]:

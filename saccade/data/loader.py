@@ -155,6 +155,11 @@ class Stream:
         return self._pool.storage_counters if self._pool else storage(self.config.storage).counters
 
     @property
+    def num_taken_down(self) -> int:
+        """Samples that were skipped because they were taken down."""
+        return self._bad_samples.num_taken_down
+
+    @property
     def worker_pids(self) -> list[int]:
         """The worker processes."""
         return self._pool.pids if self._pool else []

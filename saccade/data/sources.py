@@ -27,6 +27,7 @@ from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.sample import Sample
 from saccade.data.storage import Chunk, Region, StorageConfig
+from saccade.data.takedown import Takedown
 from saccade.data.units import Units, byte_range
 from saccade.errors import ConfigError, DataError
 
@@ -61,6 +62,11 @@ class IndexedSource:
         """Sampling weight, if one is given."""
         return self.config.weight
 
+    @functools.cached_property
+    def takedown(self) -> Takedown:
+        """The samples that are not read."""
+        return Takedown(self.index)
+
     # ---------------------------------------------------------------- for the batch sampler
 
     @functools.cached_property
@@ -88,11 +94,12 @@ class IndexedSource:
     # ---------------------------------------------------------------- for the collator
 
     def read(self, shard: int, kept_row: int, unit_bytes: int | None = None, *, is_cached: bool = True) -> Sample:
-        """Read one sample and compare it with its checksum.
+        """Read one sample and compare it with its checksum; `TakenDownError` if it was taken down.
 
         A remote one is read through the cache, whose chunks divide a unit of at most `unit_bytes`.
         """
         row, region = self._row(shard, kept_row), None
+        self.takedown.check(shard, row)
         if unit_bytes is not None and is_cached and self.index.files[shard].is_remote:
             region = self.region(shard, kept_row, unit_bytes)
         return self.index.read_sample(shard, row, verify=True, region=region, is_cached=is_cached)
@@ -173,6 +180,8 @@ class IndexedSource:
         parts = [f"{num_kept:,} of {len(index):,} samples in {len(index.shards):,} shards"]
         if num_errors:
             parts.append(f"{num_errors:,} unusable")
+        if len(self.takedown):
+            parts.append(f"{len(self.takedown):,} taken down")
         if damaged := index.damaged:
             names = ", ".join(list(damaged)[:3]) + (", ..." if len(damaged) > 3 else "")
             parts.append(f"{len(damaged)} damaged shards ({names}), {index.lost_bytes:,} bytes lost")

@@ -185,7 +185,7 @@ class Storage:
 
     def write_file(self, url: str, data: bytes) -> None:
         """Write a file with one request; a reader sees all of it or nothing."""
-        self._attempt(url, lambda: self._call(url, "pipe_file", value=data))
+        self._attempt(url, lambda: self._call(url, "pipe_file", data))
 
     def remove(self, url: str) -> None:
         """Remove a file, or a folder with its files, if it exists."""
@@ -305,7 +305,7 @@ class Storage:
             self._filesystems.setdefault(scheme, made)
         return self._filesystems[scheme]
 
-    def _call(self, url: str, method: str, **arguments: Any) -> Any:
+    def _call(self, url: str, method: str, *values: Any, **arguments: Any) -> Any:
         """Call a method of the filesystem.
 
         Asynchronous ones accept a timeout; the others buffer files unless disabled.
@@ -315,7 +315,7 @@ class Storage:
             arguments["timeout"] = self._config.timeout_s
         elif method == "cat_file":
             arguments["cache_type"] = "none"
-        return getattr(filesystem, method)(url, **arguments)
+        return getattr(filesystem, method)(url, *values, **arguments)
 
     def _attempt(self, url: str, action: Callable[[], T]) -> T:
         """Run `action`, retry transient faults, and raise one `StorageError` that says why it failed."""
