@@ -25,13 +25,16 @@ class FleetProcess:
 
     def __init__(
         self, folder: Path, checkpoint: Path, *, name: str = "test", num_engines: int = 2, num_fronts: int = 1,
-        engine: Mapping[str, Any] | None = None, model: str = "", ready_s: float = 180.0,
+        engine: Mapping[str, Any] | None = None, model: str = "", version: str = "", ready_s: float = 180.0,
     ) -> None:  # fmt: skip
-        """`folder` gets the file, the state and the log. `model`: further TOML of the model, such as probes."""
+        """`folder` gets the file, the state and the log. `model`: further TOML of the model, such as probes; `version`:
+        of each version, such as costs.
+        """
         self.folder, self._ready_s = folder, ready_s
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.file, self.log_path = folder / "FLEET.toml", folder / "fleet.log"
+        self._version = version
         self._settings = ENGINE | dict(engine or {})
         self.head = f"""
 name = "{name}"
@@ -56,6 +59,7 @@ checkpoint = "{checkpoint}"
 traffic = {traffic}
 gpus_per_replica = 0
 engine = {{ {engine} }}
+{self._version}
 """
 
     def write(self, *versions: str) -> None:

@@ -149,7 +149,7 @@ class Front:
 
     async def prepare(self, replica: Replica, num_replicas: int) -> None:
         """Find the replicas, and connect to all of them."""
-        watch(self._ours, lambda names: self._names.update(names))
+        watch((self._ours, "PacedReplica"), lambda names: self._names.update(names))
         for app, handle in self._handles.items():
             found: set[str] = set()
             while app != self._ours and len(found) < num_replicas:

@@ -107,7 +107,6 @@ def up(fleet: FleetFile = None, as_json: JsonOption = False) -> None:
     config = with_absolute_paths(_load(fleet))
     check_modules("fleet", ("ray", "fastapi", "uvicorn", "orjson", "prometheus_client"))
     report = Reporter(as_json=as_json)
-    _check_supported(config)
     if config.address is not None:
         up_on_cluster(config, report)
         return
@@ -142,7 +141,6 @@ def update(fleet: FleetFile = None, as_json: JsonOption = False) -> None:
     from saccade.fleet.operations import open_state, request_update, with_absolute_paths
 
     config = with_absolute_paths(_load(fleet))
-    _check_supported(config)
     state = open_state(config.state)
     change = request_update(state, config, time.time())
     outcome = Reporter(as_json=as_json).follow(state, change.generation)
@@ -215,13 +213,6 @@ def _load(fleet: Path | None) -> "FleetConfig":
     if fleet is None:
         raise ConfigError("no fleet. Give a file such as examples/fleet.toml")
     return load_config(FleetConfig, fleet)
-
-
-def _check_supported(config: "FleetConfig") -> None:
-    """Refuse what a file may describe and no command starts."""
-    for model in config.models:
-        if model.encoders is not None:
-            raise ConfigError(f"model {model.name} has encoders: pools of encoders are simulated only. Remove the key")
 
 
 def _lines(config: "FleetConfig") -> list[str]:

@@ -59,6 +59,8 @@ def _version_cells(version: dict[str, Any]) -> list[str]:
     allowed = (
         "" if bounds is None else f"of {bounds[0]}" if bounds[0] == bounds[1] else f"of {bounds[0]} to {bounds[1]}"
     )
+    if (encoders := replicas.get("encoders")) is not None:
+        allowed += f", encoders {encoders[0]} ready" + (f", {encoders[1]} starting" if encoders[1] else "")
     return [
         version["name"], version["state"], f"{100 * version['share']:.3g} %", f"{found} {allowed}".rstrip(),
         f"{version['requests']:,} requests", f"{version['errors']:,} errors", replicas["failure"] or "",

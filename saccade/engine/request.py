@@ -47,6 +47,8 @@ class RequestOptions:
     """Fail the request (`timeout`) if it has not started this long after it was submitted, preprocessing included."""
     timeout_s: float | None = None
     """Fail the request (`timeout`) if it has not ended this long after it was submitted."""
+    traceparent: str | None = None
+    """Span that the request belongs to, in W3C form. An engine elsewhere makes its spans inside it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.adapter, str | None):
@@ -123,6 +125,8 @@ class Request:
     """Tokens per output. The first new token is sent at once; the last output has all remaining tokens."""
     output_ids: tuple[int, ...] = ()
     """Output tokens that are known already; the request continues after them."""
+    traceparent: str | None = None
+    """Span that the request belongs to, in W3C form."""
 
     @property
     def num_prompt_tokens(self) -> int:

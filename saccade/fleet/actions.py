@@ -20,6 +20,8 @@ class AppHealth:
     """Replicas that serve."""
     num_starting: int = 0
     """Replicas that start, or wait for resources."""
+    encoders: tuple[int, int] | None = None
+    """Encoder replicas that serve, and those that start. None: there is no pool of encoders."""
     failure: str | None = None
     """Why the application cannot run; None: it runs or starts."""
     is_deleting: bool = False

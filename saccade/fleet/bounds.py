@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from saccade.fleet.config import Pool
+from saccade.fleet.config import ModelConfig, Pool
 
 Bounds = tuple[int, int]
 """Fewest and most replicas of a version."""
@@ -29,3 +30,15 @@ def bounds_of(pool: Pool, shares: Mapping[str, float]) -> dict[str, Bounds]:
     most = divide(pool.max_replicas, shares)
     least = divide(pool.min_replicas, shares) if pool.min_replicas else dict.fromkeys(shares, 0)
     return {name: (least[name], most[name]) for name in shares}
+
+
+def encoder_bounds(model: ModelConfig, engines: Bounds) -> Bounds | None:
+    """Bounds of a version's encoder replicas, given those of its engines. None: the model has no encoders.
+
+    A version has its part of the pool, and at least one replica at most.
+    """
+    pool = model.encoders
+    if pool is None:
+        return None
+    share = engines[1] / model.engines.max_replicas
+    return math.ceil(pool.min_replicas * share), max(1, math.ceil(pool.max_replicas * share))

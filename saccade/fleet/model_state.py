@@ -82,7 +82,7 @@ class ModelState:
             return run.phase == "draining", order.index(run.name) if run.name in order else len(order)
 
         runs = sorted(self.runs.values(), key=place)
-        versions = tuple(VersionView(config=run.config, state=run.phase) for run in runs)
+        versions = tuple(VersionView(config=run.config, state=run.phase, num_encoders=run.num_encoders) for run in runs)
         experiments = tuple(
             ExperimentView(config=one.config, is_running=one.is_running) for one in self.experiments.runs.values()
         )

@@ -88,3 +88,7 @@ class ReplicaStatistics:
     """Prefix blocks, likewise."""
     costs: CostModel | None = None
     """Its coefficients as measured by now. None: as before."""
+    pooled_patches: int = 0
+    """Patches of images whose features it got from encoder replicas since its start."""
+    late_patches: int = 0
+    """Patches of images for which it asked encoder replicas, and had to encode itself."""

@@ -35,6 +35,11 @@ class VersionRun:
         return self.config.name
 
     @property
+    def num_encoders(self) -> int | None:
+        """Encoder replicas that serve. None: it has none."""
+        return None if self.health is None or self.health.encoders is None else self.health.encoders[0]
+
+    @property
     def is_on_cluster(self) -> bool:
         """Whether the cluster may have an application of the version."""
         return self.deployed is not None or self.health is not None

@@ -42,6 +42,9 @@ class ModelVersions(ModelState):
             self.refusal = f"version {changed} runs with other settings. Give the changed version another name"
             self._log(changed, "refused", self.refusal)
             return
+        if desired is not None and self.desired is not None and self._pools_differ(desired, self.desired):
+            for known in self.runs.values():
+                known.deployed = None  # what runs is deployed again, and stays
         self.desired, self.progress, self.reason = desired, "updating", ""
         for version in () if desired is None else desired.versions:
             if (run := self.runs.get(version.name)) is not None and not run.is_on_cluster:
@@ -57,6 +60,10 @@ class ModelVersions(ModelState):
             for run in self.runs.values():
                 run.share = 0.0
         self._end_unused(now)
+
+    @staticmethod
+    def _pools_differ(one: ModelConfig, other: ModelConfig) -> bool:
+        return (one.engines, one.encoders) != (other.engines, other.encoders)
 
     def end(self, now: float) -> None:
         """Delete all versions. There are no fronts any more, so no version has requests."""

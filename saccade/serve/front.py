@@ -13,6 +13,7 @@ from saccade.serve.metrics_history import MetricsHistory
 from saccade.serve.rate_limit import Consumption, RateLimiter
 from saccade.serve.record import Observer, log_request
 from saccade.serve.remote_media import RemoteMedia
+from saccade.serve.tracing import RequestTracer
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,9 @@ class Front:
     """Counters and histograms of all models."""
     history: MetricsHistory = field(default_factory=MetricsHistory)
     """Metrics of the last half hour."""
+
+    tracer: RequestTracer | None = None
+    """Makes spans of requests; None: no collector is configured."""
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(has_versions=self.has_versions)

@@ -113,6 +113,7 @@ def traced(front: Front, model_name: str | None = None) -> Iterator[None]:
         yield
         return
     tracer = RequestTracer(model_name, otlp_provider(front.config.otlp_endpoint))
+    front.tracer = tracer
     front.observers.append(tracer.observe)
     try:
         yield

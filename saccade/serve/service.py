@@ -193,6 +193,7 @@ class Service:
                 queue_timeout_s=_remaining(record, self.front.config.queue_timeout_s),
                 timeout_s=_remaining(record, self.front.config.request_timeout_s),
                 adapter=adapter,
+                traceparent=None if self.front.tracer is None else self.front.tracer.begin(record),
             )
             generation.start(futures, samplings, options, streams=streams)
         except UserError as error:

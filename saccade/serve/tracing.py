@@ -3,8 +3,8 @@
     chat MODEL                                  from arrival to the last byte
       preprocess | prefill | decode             its stages
 
-Spans are made when a request has ended, from the times of its record, so they cost a running request nothing. They
-carry names and numbers, never content.
+The span of a request begins when it is submitted, since engines of other processes make spans inside it. Those of its
+stages are made when it has ended, from the times of its record. Spans carry names and numbers, never content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
     from saccade.serve.record import RequestRecord
 
@@ -42,6 +44,19 @@ def otlp_provider(endpoint: str) -> TracerProvider:
     return provider
 
 
+def context_of(traceparent: str | None) -> Context:
+    """The trace and the span that a W3C traceparent names. None, or a malformed one: a trace of its own."""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({} if traceparent is None else {"traceparent": traceparent})
+
+
+def traceparent_of(span: Span) -> str:
+    """A span in W3C form."""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
 class RequestTracer:
     """Makes the spans of each request that has ended."""
 
@@ -49,25 +64,35 @@ class RequestTracer:
         """`model_name` is the model of requests that were refused before one was chosen."""
         self._model, self._provider = model_name, provider
         self._tracer = provider.get_tracer("saccade.serve")
+        self._begun: dict[str, Span] = {}
+        """Spans of requests that have not ended, by the request's id."""
+
+    def begin(self, record: RequestRecord) -> str:
+        """Begin the span of a request, which `observe` ends; returns it in W3C form."""
+        if record.id not in self._begun:
+            self._begun[record.id] = self._start(record, _WallClock())
+        return traceparent_of(self._begun[record.id])
+
+    def _start(self, record: RequestRecord, clock: _WallClock) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.start_span(
+            " ".join(filter(None, (_OPERATIONS.get(record.route, record.route), record.model or self._model))),
+            context=context_of(record.traceparent),
+            kind=SpanKind.SERVER,
+            start_time=clock.ns(record.arrived_at),
+        )
 
     def observe(self, record: RequestRecord) -> None:
         """Export the spans of one request."""
         from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
-        parent = TraceContextTextMapPropagator().extract(carrier)
         clock = _WallClock()
-        span = self._tracer.start_span(
-            " ".join(filter(None, (_OPERATIONS.get(record.route, record.route), record.model or self._model))),
-            context=parent,
-            kind=trace.SpanKind.SERVER,
-            attributes=self._attributes(record),
-            start_time=clock.ns(record.arrived_at),
-        )
+        span = self._begun.pop(record.id, None) or self._start(record, clock)
+        span.set_attributes(self._attributes(record))
         if record.error_code is not None:
             span.set_status(trace.StatusCode.ERROR, record.error_code)
-        inside = trace.set_span_in_context(span, parent)
+        inside = trace.set_span_in_context(span)
         for name, start_s, end_s in _stages(record):
             stage = self._tracer.start_span(name, context=inside, start_time=clock.ns(record.arrived_at + start_s))
             stage.end(clock.ns(record.arrived_at + end_s))

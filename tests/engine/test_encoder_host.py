@@ -18,6 +18,7 @@ from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.host import EngineHost, MediaMissingError
 from saccade.engine.request import Request
 from saccade.engine.transport.wire import (
+    SentTask,
     decode_image,
     decode_outputs,
     decode_request,
@@ -57,8 +58,8 @@ class PooledCore:
                 media = media_of(message.prompt)
                 images = [None] * len(media)
                 for number in self._host.missing_media(sent):
-                    task, _ = decode_task(encode_task(sent.tasks[number], sent.request.salt))
-                    image = self._encoder.encode(task, media[number]).result(TIMEOUT_S)
+                    task = SentTask(task=sent.tasks[number], salt=sent.request.salt, num_patches=0)
+                    image = self._encoder.encode(decode_task(encode_task(task)).task, media[number]).result(TIMEOUT_S)
                     images[number] = decode_image(encode_image(image))
                 self._host.submit(sent, images, self._receive)
             case EndRequest():

@@ -70,6 +70,7 @@ REQUEST = Request(
     timeout_s=60.0,
     stream_interval=32,
     output_ids=(5, 6, 2**31 - 1),
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
 
 
@@ -150,7 +151,7 @@ def test_a_message_of_another_version_is_refused(monkeypatch, decode):
     with monkeypatch.context() as patch:
         patch.setattr(wire, "WIRE_VERSION", 200)
         sent = message[decode]()
-    with pytest.raises(ConfigError, match="version 200, but this process knows version 1"):
+    with pytest.raises(ConfigError, match="version 200, but this process knows version 2"):
         decode(sent)
     with pytest.raises(ConfigError, match="same version"):
         decode(b"")

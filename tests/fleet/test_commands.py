@@ -166,12 +166,10 @@ def test_a_folder_without_a_fleet_is_one_line(command, tmp_path):
     assert "no fleet has its state there" in refused_by(command, "down", tmp_path / "nothing")
 
 
-def test_up_refuses_folders_that_are_missing_and_encoders(command, tmp_path):
+def test_up_refuses_folders_that_are_missing(command, tmp_path):
     running = RunningFleet(tmp_path)
     running.write(("may", 100))
     assert "/may: no such file or folder" in refused_by(command, "up", running.file)
-    running.write(("may", 100), model="encoders = { max_replicas = 1 }")
-    assert "pools of encoders are simulated only" in refused_by(command, "up", running.file)
     assert not running.state.exists()
 
 

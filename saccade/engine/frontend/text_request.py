@@ -88,6 +88,7 @@ class TextRequest(OpenRequest):
             queue_timeout_s=self._remaining(options.queue_timeout_s),
             timeout_s=self._remaining(options.timeout_s),
             stream_interval=1 if self._reads_text else _UNSTREAMED_INTERVAL,
+            traceparent=options.traceparent,
         )
         return AddRequest(request=request, prompt=prompt)
 

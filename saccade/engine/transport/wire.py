@@ -23,7 +23,7 @@ from saccade.engine.request import Request, RequestOutput
 from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
 from saccade.errors import ConfigError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of the messages. It increases when a field of a message is added, removed or changes its meaning."""
 
 _Decoded = TypeVar("_Decoded")
@@ -72,14 +72,28 @@ def media_of(prompt: TokenPrompt) -> list[bytes]:
     return [task.media() for task in prompt.sources.tasks]
 
 
-def encode_task(task: TaskDescription, salt: bytes) -> bytes:
-    """An image or video that an encoder is to encode, as a message without its media."""
-    return _encode({"task": dataclasses.asdict(task), "salt": salt})
+@dataclass(frozen=True, kw_only=True)
+class SentTask:
+    """An image or video that an encoder is to encode."""
+
+    task: TaskDescription
+    """The image or video without its data."""
+    salt: bytes
+    """Features are shared only with tasks of equal salt."""
+    num_patches: int
+    """Patches that it has, as far as the sender knows."""
+    traceparent: str | None = None
+    """Trace that it belongs to, in W3C form."""
 
 
-def decode_task(message: bytes) -> tuple[TaskDescription, bytes]:
+def encode_task(sent: SentTask) -> bytes:
+    """A task as a message, without its media."""
+    return _encode(dataclasses.asdict(sent))
+
+
+def decode_task(message: bytes) -> SentTask:
     """Inverse of `encode_task`. ConfigError: the message has another version, or cannot be read."""
-    return _decode(message, lambda fields: (TaskDescription(**fields["task"]), fields["salt"]))
+    return _decode(message, lambda fields: SentTask(**fields | {"task": TaskDescription(**fields["task"])}))
 
 
 def encode_image(image: EncodedImage) -> bytes:

@@ -258,7 +258,7 @@ def _replicas(engines: Mapping[tuple[str, str], AppHealth]) -> dict[str, dict[st
     """Replicas by model and version, as plain data."""
     found: dict[str, dict[str, Any]] = {}
     for (model, version), health in engines.items():
-        found.setdefault(model, {})[version] = _counts(health)
+        found.setdefault(model, {})[version] = _counts(health) | {"encoders": health.encoders}
     return found
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
-from saccade.config import decode, encode
 from saccade.engine.host import EngineHost
+from saccade.fleet.cluster.encoder_pool import EncoderPool
+from saccade.fleet.cluster.engine_setup import EngineSetup
+from saccade.fleet.cluster.names import ENCODER
+from saccade.fleet.cluster.ray_calls import RayEncoderCalls
 from saccade.fleet.cluster.replica_service import ReplicaService
+from saccade.fleet.cluster.replica_tracing import replica_tracer
+from saccade.fleet.cluster.running_replicas import watch
 from saccade.fleet.config import VersionConfig
 from saccade.log import set_up_logging
 from saccade.serve.server import public_limits, with_media_workers
@@ -21,23 +27,17 @@ from saccade.serve.server import public_limits, with_media_workers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSetup:
-    """What a replica loads."""
+def open_pool(version: VersionConfig, encoders: Any) -> EncoderPool:
+    """Connect to the encoder replicas of a version, in the event loop of an engine replica."""
+    calls, loop = RayEncoderCalls(encoders), asyncio.get_running_loop()
+    pool = EncoderPool(version, calls)
 
-    model: str
-    """Name of the model."""
-    version: VersionConfig
-    """Checkpoint, adapters and engine settings."""
+    def follow(names: frozenset[str]) -> None:
+        loop.call_soon_threadsafe(pool.set_replicas, names)
 
-    def to_json(self) -> str:
-        """The setup as JSON text."""
-        return json.dumps(encode(self))
-
-    @staticmethod
-    def from_json(text: str) -> EngineSetup:
-        """Inverse of `to_json`."""
-        return decode(EngineSetup, json.loads(text), "setup of a replica")
+    watch((encoders.app_name, ENCODER), follow)
+    calls.wake()  # the first call makes the router, which notes the replicas
+    return pool
 
 
 class WrongReplicaError(Exception):
@@ -47,8 +47,8 @@ class WrongReplicaError(Exception):
 class EngineReplica:
     """One engine. Every call names the replica that it is for: Ray routes by this argument."""
 
-    def __init__(self, setup: str) -> None:
-        """Load the engine; Ray reports an error that this raises."""
+    def __init__(self, setup: str, encoders: Any | None = None) -> None:
+        """Load the engine; Ray reports an error that this raises. `encoders`: the pool of the version, if any."""
         set_up_logging()
         made = EngineSetup.from_json(setup)
         version, self._name = made.version, serve.get_replica_context().replica_id.unique_id
@@ -57,7 +57,10 @@ class EngineReplica:
             config=replace(with_media_workers(version.engine), core_process=True), limits=public_limits(),
             adapters=version.adapters,
         )  # fmt: skip
-        self._service = ReplicaService(self._name, version, host)
+        self._service = ReplicaService(
+            self._name, version, host, tracer=replica_tracer(made, self._name),
+            open_pool=None if encoders is None else partial(open_pool, version, encoders),
+        )  # fmt: skip
         logger.info("replica %s of %s %s is ready", self._name, made.model, version.name)
 
     async def channel(self, front: str, replica: str) -> AsyncIterator[bytes]:

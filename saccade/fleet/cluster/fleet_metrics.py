@@ -38,6 +38,13 @@ class FleetCollector(Collector):
             for model in self._models.view.models
             for version, share in model.shares.items()
         }  # fmt: skip
+        encoders = {
+            (model.name, one.config.name): float(one.num_encoders)
+            for model in self._models.view.models
+            for one in model.versions
+            if one.num_encoders is not None
+        }
+        yield _gauges("saccade:fleet_encoders_ready", "Encoder replicas that serve.", encoders)
         yield _gauges("saccade:fleet_replicas_ready", "Engine replicas that get requests.", ready)
         yield _gauges("saccade:fleet_version_share", "Share of a model's users that a version has.", shares)
         counts: list[tuple[str, str, Callable[[ReplicaSet], float]]] = [
@@ -62,12 +69,21 @@ def _loads(replicas: Mapping[tuple[str, str], ReplicaSet]) -> Iterator[Metric]:
     queued = GaugeMetricFamily(
         "saccade:fleet_replica_queue_seconds", "Work that waits on a replica.", labels=(*_LABELS, "replica")
     )
+    pooled = GaugeMetricFamily(
+        "saccade:fleet_replica_pooled_patches", "Patches that encoder replicas have encoded for a replica.",
+        labels=(*_LABELS, "replica"),
+    )  # fmt: skip
+    late = GaugeMetricFamily(
+        "saccade:fleet_replica_late_patches", "Patches that it asked encoder replicas for, and encoded itself.",
+        labels=(*_LABELS, "replica"),
+    )  # fmt: skip
     for labels, one in replicas.items():
         for load in one.loads():
             running.add_metric((*labels, load.name), load.num_running)
             queued.add_metric((*labels, load.name), load.queued_s)
-    yield running
-    yield queued
+            pooled.add_metric((*labels, load.name), load.pooled_patches)
+            late.add_metric((*labels, load.name), load.late_patches)
+    yield from (running, queued, pooled, late)
 
 
 def _gauges(name: str, help_text: str, values: Mapping[tuple[str, str], float]) -> Metric:

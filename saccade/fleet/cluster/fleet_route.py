@@ -34,6 +34,10 @@ class ReplicaStatus(Wire):
     """Requests on it."""
     queue_s: float
     """Seconds of work that wait on it."""
+    pooled_patches: int
+    """Patches of images that encoder replicas have encoded for it."""
+    late_patches: int
+    """Patches of images that it asked encoder replicas for, and encoded itself."""
 
 
 class VersionStatus(Wire):
@@ -49,6 +53,8 @@ class VersionStatus(Wire):
     """Adapters that it serves."""
     replicas: list[ReplicaStatus] = []
     """Replicas that are connected."""
+    encoders: int | None = None
+    """Encoder replicas that serve; null: the model has none."""
     requests_continued: int = 0
     """Requests that lost their replica and continued on another one."""
     requests_lost: int = 0
@@ -144,11 +150,19 @@ def _status(fleet: str, front: str, models: FleetModels) -> FleetStatus:
 def _version(model: ModelView, version: VersionView, replicas: dict[tuple[str, str], ReplicaSet]) -> VersionStatus:
     name = version.config.name
     found = VersionStatus(
-        name=name, state=version.state, share=model.shares.get(name, 0.0), adapters=sorted(version.config.adapters)
-    )
+        name=name, state=version.state, share=model.shares.get(name, 0.0), adapters=sorted(version.config.adapters),
+        encoders=version.num_encoders,
+    )  # fmt: skip
     if (reached := replicas.get((model.name, name))) is not None:  # else this front cannot serve it
         found.replicas = [
-            ReplicaStatus(name=one.name, is_draining=one.is_draining, requests=one.num_running, queue_s=one.queued_s)
+            ReplicaStatus(
+                name=one.name,
+                is_draining=one.is_draining,
+                requests=one.num_running,
+                queue_s=one.queued_s,
+                pooled_patches=one.pooled_patches,
+                late_patches=one.late_patches,
+            )
             for one in reached.loads()
         ]
         found.requests_continued, found.requests_lost = reached.num_continued, reached.num_lost

@@ -5,6 +5,8 @@ A front opens one channel to each replica: a stream of messages from the replica
     Hello       first: what the replica is
     Load        every second: its queues and what its caches got
     outputs     whenever there are any: those of all requests of this front, as the engine writes them
+
+An encoder replica sends its load with each image that it has encoded.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from saccade.errors import ConfigError
 from saccade.fleet.costs import CostModel
 from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
 
-CHANNEL_VERSION = 1
+CHANNEL_VERSION = 2
 """Version of these messages; increases when a field is added, removed or changes its meaning."""
 
-Kind = Literal["hello", "load", "outputs"]
-_KINDS: tuple[Kind, ...] = ("hello", "load", "outputs")
+Kind = Literal["hello", "load", "outputs", "encoder"]
+_KINDS: tuple[Kind, ...] = ("hello", "load", "outputs", "encoder")
 
 
 @dataclass(frozen=True, kw_only=True)

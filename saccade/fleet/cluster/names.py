@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-CONTROLLER, FRONT, ENGINE = "controller", "front", "engine"
-"""Names of deployments, one in each application."""
+CONTROLLER, FRONT, ENGINE, ENCODER = "controller", "front", "engine", "encoder"
+"""Names of deployments. The encoders of a version are in the application of its engines."""
 
 
 def controller_app(fleet: str) -> str:

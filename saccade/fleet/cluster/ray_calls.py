@@ -57,6 +57,28 @@ class RayCalls:
             self._waking.cancel()
 
 
+class RayEncoderCalls:
+    """Implements `encoder_pool.EncoderCalls`, for an engine replica."""
+
+    def __init__(self, encoders: Any) -> None:
+        """`encoders`: the handle of their deployment."""
+        self._handle = encoders
+        self._waking: asyncio.Future[Any] | None = None
+
+    async def encode(self, replica: str, message: bytes, media: Any) -> tuple[bytes, bytes]:
+        """Have an image encoded, given a reference to the bytes of its media."""
+        answer: tuple[bytes, bytes] = await self._handle.encode.remote(message, [media], replica=replica)
+        return answer
+
+    def wake(self) -> None:
+        """Have a replica started, if the pool has none: a call that waits at the handle counts as demand."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._call_any())
+
+    async def _call_any(self) -> None:
+        await self._handle.wake.remote(replica=None)
+
+
 def connect(front: str, app: str) -> tuple[RayCalls, ShareMedia]:
     """Connect a front to the replicas of an application."""
     return RayCalls(front, app), MediaStore().share

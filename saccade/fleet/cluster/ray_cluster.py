@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 
 from saccade.config import encode
 from saccade.errors import ConfigError
 from saccade.fleet.actions import AppHealth, AskProbe, DeleteEngines, DeployEngines, DeployFronts
 from saccade.fleet.cluster.deployments import delete_app, deploy_engines, deploy_fronts
-from saccade.fleet.cluster.names import FRONT, engine_app, front_app, model_and_version
+from saccade.fleet.cluster.names import ENCODER, FRONT, engine_app, front_app, model_and_version
 from saccade.fleet.config import FleetConfig
 
 logger = logging.getLogger(__name__)
@@ -83,16 +83,20 @@ class RayCluster:
 
 
 def _health(app: ApplicationStatusOverview) -> AppHealth:
-    states: dict[str, int] = {}
-    for deployment in app.deployments.values():
-        for state, count in deployment.replica_states.items():
-            states[state] = states.get(state, 0) + count
+    counts = {name: _counts(deployment) for name, deployment in app.deployments.items()}
+    encoders = counts.pop(ENCODER, None)
+    num_ready, num_starting = next(iter(counts.values()), (0, 0))
     is_failed = app.status is ApplicationStatus.DEPLOY_FAILED
     return AppHealth(
-        num_ready=states.get("RUNNING", 0),
-        num_starting=sum(states.get(state, 0) for state in ("STARTING", "UPDATING", "RECOVERING")),
+        num_ready=num_ready, num_starting=num_starting, encoders=encoders,
         failure=_failure(app) if is_failed else None, is_deleting=app.status is ApplicationStatus.DELETING,
     )  # fmt: skip
+
+
+def _counts(deployment: DeploymentStatusOverview) -> tuple[int, int]:
+    """Replicas that serve, and those that start."""
+    states = {str(state): count for state, count in deployment.replica_states.items()}
+    return states.get("RUNNING", 0), sum(states.get(state, 0) for state in ("STARTING", "UPDATING", "RECOVERING"))
 
 
 def _failure(app: ApplicationStatusOverview) -> str:

@@ -1,7 +1,8 @@
 """Ray's side of routing: a request router that sends every call to the replica that the caller chose.
 
 Ray asks a router of each handle for ranked replicas, and takes the shortest queue within a rank. The front has chosen
-by `saccade.fleet.routing` before it calls, so the router returns one replica. The front learns which replicas run
+by `saccade.fleet.routing` before it calls, so the router returns one replica. (An engine calls encoder replicas in the
+same way.) The front learns which replicas run
 through another module, `running_replicas`: Ray copies the class with this module, and makes the router itself.
 """
 
@@ -22,15 +23,19 @@ class ChosenReplicaRouter(RequestRouter):
         """Replicas accept every call: admission is the front's."""
         return False
 
+    @property
+    def _deployment(self) -> tuple[str, str]:
+        return self._deployment_id.app_name, self._deployment_id.name
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Pass on to the front which replicas run."""
         super().update_replicas(replicas)
-        note_replicas(self.app_name, frozenset(replica.replica_id.unique_id for replica in replicas))
+        note_replicas(self._deployment, frozenset(replica.replica_id.unique_id for replica in replicas))
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """Pass on to the front that a replica is gone."""
         super().on_replica_actor_died(replica_id)
-        note_replicas(self.app_name, frozenset(one.unique_id for one in self.curr_replicas))
+        note_replicas(self._deployment, frozenset(one.unique_id for one in self.curr_replicas))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

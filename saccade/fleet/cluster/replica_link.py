@@ -70,6 +70,8 @@ class ReplicaLink:
         """What the replica is; None until its channel is open."""
         self.is_stopping = False
         """Whether Ray stops the replica."""
+        self.pooled_patches = 0, 0
+        """Patches that encoder replicas encoded for it, and those that it asked for in vain, as last reported."""
         self._calls, self._events = calls, events
         self._channel: Any = None
         self._is_closed = False

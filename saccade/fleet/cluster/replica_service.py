@@ -1,6 +1,7 @@
 """One engine replica without Ray: what fronts call. It knows no HTTP, no keys and no text.
 
     front -> submit(message, media) -> EngineHost -> outputs -> the front's channel
+                        '-> EncoderPool -> features ---^
 
 Fronts open a channel each. A front that has not called for a few seconds is dead: its requests are cancelled.
 """
@@ -11,16 +12,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from saccade.engine.host import EngineHost
-from saccade.engine.media import MediaMissingError
+from saccade.engine.media import EncodedImage, MediaMissingError
 from saccade.engine.request import Request, RequestOutput
-from saccade.engine.transport.wire import decode_request
+from saccade.engine.transport.wire import SentRequest, decode_request
+from saccade.fleet.cluster.encoder_pool import EncoderPool
 from saccade.fleet.cluster.front_channel import FrontChannel
 from saccade.fleet.cluster.messages import Hello, load_to_plain, pack
+from saccade.fleet.cluster.replica_tracing import ReplicaTracer
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.costs import H200_8B, CostModel, measured_costs
 from saccade.fleet.describe import ExpectedLength, routed
@@ -75,11 +78,52 @@ class _Reports:
         return pack("load", load_to_plain(load))
 
 
+class _Traced:
+    """The span of a request, if there is a collector."""
+
+    def __init__(self, tracer: ReplicaTracer | None, sent: SentRequest) -> None:
+        self._span = None if tracer is None else tracer.begin("engine", sent.request.traceparent)
+        self._num_known, self._num_tokens = len(sent.request.output_ids), 0
+
+    @property
+    def traceparent(self) -> str | None:
+        """The span in W3C form."""
+        return None if self._span is None else self._span.traceparent
+
+    def end_stage(self, name: str) -> None:
+        """End a stage of the request."""
+        if self._span is not None:
+            self._span.end_stage(name)
+
+    def observe(self, output: RequestOutput) -> RequestOutput:
+        """Follow an output, and return it."""
+        if self._span is None:
+            return output
+        if output.token_ids and not self._num_tokens:
+            self._span.end_stage("prefill")
+        self._num_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            if self._num_tokens:
+                self._span.end_stage("decode")
+            counts = {"gen_ai.usage.output_tokens": self._num_tokens, "saccade.known_tokens": self._num_known}
+            failure = None if output.failure is None else output.failure.kind
+            self._span.end(counts | {"gen_ai.response.finish_reasons": (output.finish_reason,)}, failure)
+        return output
+
+
 class ReplicaService:
     """Serves the fronts from one engine. Everything but the outputs runs in one event loop."""
 
-    def __init__(self, name: str, version: VersionConfig, host: EngineHost) -> None:
+    def __init__(
+        self, name: str, version: VersionConfig, host: EngineHost, *,
+        open_pool: Callable[[], EncoderPool] | None = None, tracer: ReplicaTracer | None = None,
+    ) -> None:  # fmt: skip
+        """`open_pool` connects to the encoder replicas; it is called in the event loop."""
         self.name, self._version, self._host = name, version, host
+        self._open_pool, self._tracer = open_pool, tracer
+        self._pool: EncoderPool | None = None
+        self._preparing: set[str] = set()
+        """Requests that wait for their media."""
         self._fronts: dict[str, FrontChannel] = {}
         self._images, self._prefixes, self._expected = _News(), _News(), ExpectedLength()
         self._arrived_s = 0.0
@@ -101,33 +145,70 @@ class ReplicaService:
                 self._leave(front)
 
     async def submit(self, front: str, message: bytes, media: Sequence[Awaitable[bytes]]) -> None:
-        """Take a request. Media are read only if they are not cached here."""
+        """Take a request. Media are read only if they are not cached here, and no encoder replica encodes them."""
         channel, sent = self._front(front), decode_request(message)
-        parts: list[bytes | None] = [None] * len(media)
-        for number in self._host.missing_media(sent):
-            parts[number] = await media[number]
         request_id = sent.request.id
+        traced = _Traced(self._tracer, sent)
         channel.request_ids.add(request_id)
+        self._preparing.add(request_id)
         self._started_at[request_id] = time.monotonic()
-        self._count(sent.request)
+        try:
+            parts = await self._parts(sent, media, traced)
+            if request_id not in self._preparing:  # cancelled meanwhile
+                channel.put(traced.observe(RequestOutput(request_id=request_id, finish_reason="cancelled")))
+                return
+            self._count(sent.request, parts)
+            await self._submit(sent, parts, media, lambda output: self._pass_on(channel, traced.observe(output)))
+        finally:
+            self._preparing.discard(request_id)
 
-        def on_output(output: RequestOutput) -> None:
-            if output.finish_reason is not None:
-                self._count_end(request_id)
-            channel.put(output)
+    async def _parts(
+        self, sent: SentRequest, media: Sequence[Awaitable[bytes]], traced: _Traced
+    ) -> list[bytes | EncodedImage | None]:
+        """Media that are needed: the encoded image if the pool has it in time, else the data."""
+        missing = self._host.missing_media(sent)
+        encoded: Mapping[int, EncodedImage] = {}
+        if self._pool is not None and missing:
+            encoded = await self._pool.encode(sent, missing, media, self._own_s, traced.traceparent)
+            traced.end_stage("features")
+        parts: list[bytes | EncodedImage | None] = [None] * len(media)
+        for number in missing:
+            parts[number] = encoded[number] if number in encoded else await media[number]
+        return parts
 
+    async def _submit(
+        self, sent: SentRequest, parts: list[bytes | EncodedImage | None], media: Sequence[Awaitable[bytes]],
+        on_output: Callable[[RequestOutput], None],
+    ) -> None:  # fmt: skip
         while True:
             try:
                 return self._host.submit(sent, parts, on_output)
-            except MediaMissingError as error:  # evicted since
+            except MediaMissingError as error:  # evicted since, or features of another model
                 for number in error.numbers:
                     parts[number] = await media[number]
+
+    def _pass_on(self, channel: FrontChannel, output: RequestOutput) -> None:
+        """Send an output to its front; called from the engine's thread."""
+        if output.finish_reason is not None:
+            self._count_end(output.request_id)
+        channel.put(output)
+
+    def _own_s(self, num_patches: int) -> float:
+        """Seconds in which this engine would have encoded so many patches."""
+        share = self._costs.prompt_share(self._host.num_open)
+        return self._statistics((), ()).queued_s + num_patches * self._costs.patch_s / share
 
     async def cancel(self, front: str, request_ids: Sequence[str]) -> None:
         """Cancel requests of a front."""
         self._front(front)
+        self._cancel(request_ids)
+
+    def _cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._host.cancel(request_id)
+            if request_id in self._preparing:
+                self._preparing.discard(request_id)
+            else:
+                self._host.cancel(request_id)
 
     async def heartbeat(self, front: str) -> None:
         """Note that a front is alive."""
@@ -157,7 +238,11 @@ class ReplicaService:
         """Stop the engine."""
         if self._watching is not None:
             self._watching.cancel()
+        if self._pool is not None:
+            self._pool.close()
         self._host.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     # ------------------------------------------------------------------ what is counted
 
@@ -165,6 +250,7 @@ class ReplicaService:
         """The channel of a front that has just called."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch_fronts())
+            self._pool = None if self._open_pool is None else self._open_pool()
         if front not in self._fronts:
             self._fronts[front] = FrontChannel(asyncio.get_running_loop())
         self._fronts[front].heard_at = time.monotonic()
@@ -182,8 +268,7 @@ class ReplicaService:
     def _leave(self, front: str) -> None:
         channel = self._fronts.pop(front)
         channel.close()
-        for request_id in channel.request_ids:
-            self._host.cancel(request_id)
+        self._cancel(channel.request_ids)
 
     def _hello(self) -> Hello:
         version, info = self._version, self._host.info
@@ -204,19 +289,22 @@ class ReplicaService:
         return measured_costs(self._host.statistics, self._version.engine.target_step_ms, H200_8B)
 
     def _statistics(self, images: tuple[Image, ...], prefixes: tuple[bytes, ...]) -> ReplicaStatistics:
-        queued, costs = self._host.queued(), self._costs
+        queued, costs, pool = self._host.queued(), self._costs, self._pool
         return ReplicaStatistics(
             as_of=time.time(), state="unhealthy" if self._host.has_failed else "ready",
             queued_s=costs.work_s(queued.num_queued_patches, queued.num_queued_tokens),
             num_running=self._host.num_open, images=images, prefixes=prefixes, costs=costs,
+            pooled_patches=0 if pool is None else pool.num_patches,
+            late_patches=0 if pool is None else pool.num_late_patches,
         )  # fmt: skip
 
-    def _count(self, request: Request) -> None:
-        """Count the work of a request, and what it brings to the caches."""
+    def _count(self, request: Request, parts: Sequence[bytes | EncodedImage | None]) -> None:
+        """Count the work of a request, and what it brings to the caches. Other replicas have encoded some images."""
         described, costs = routed(request, self._version.name, self._expected), self._costs
-        patches, slots = sum(image.patches for image in described.images), self._host.info.max_requests
+        share = sum(not isinstance(part, EncodedImage) for part in parts) / max(1, len(parts))
+        patches, slots = share * sum(image.patches for image in described.images), self._host.info.max_requests
         decode_s = described.output_tokens * costs.decode_step_s(slots)
-        self._arrived_s += costs.work_s(patches, described.prompt_tokens) + decode_s / slots
+        self._arrived_s += costs.work_s(round(patches), described.prompt_tokens) + decode_s / slots
         for image in described.images:
             self._images.add(image)
         for key in described.prefix:

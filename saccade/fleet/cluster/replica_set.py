@@ -54,6 +54,8 @@ class ReplicaLoad(NamedTuple):
     num_running: int
     queued_s: float
     is_draining: bool
+    pooled_patches: int
+    late_patches: int
 
 
 class _Sent:
@@ -129,7 +131,8 @@ class ReplicaSet:
         for name, link in list(self._links.items()):
             with contextlib.suppress(KeyError):  # it has just gone, or is not ready yet
                 running, queued_s = self._router.num_running(name), self._router.queued_s(name, now)
-                loads.append(ReplicaLoad(name, running, queued_s, link.is_stopping))
+                pooled, late = link.pooled_patches
+                loads.append(ReplicaLoad(name, running, queued_s, link.is_stopping, pooled, late))
         return loads
 
     def set_replicas(self, names: frozenset[str]) -> None:
@@ -162,6 +165,7 @@ class ReplicaSet:
 
     def on_load(self, link: ReplicaLink, load: ReplicaStatistics) -> None:
         """Update what routing knows of a replica. Its report is as old as this front's clock says."""
+        link.pooled_patches = load.pooled_patches, load.late_patches
         self._router.update(link.name, replace(load, as_of=self._clock()))
         if link.is_stopping:
             self._router.set_state(link.name, "draining")

@@ -16,7 +16,7 @@ from pathlib import Path
 from saccade.engine import Engine
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.fleet.cluster.fleet_core import FleetCore
-from saccade.fleet.cluster.names import engine_app
+from saccade.fleet.cluster.names import ENGINE, engine_app
 from saccade.fleet.cluster.replica_link import Calls
 from saccade.fleet.cluster.replica_set import ReplicaSet, ShareMedia
 from saccade.fleet.cluster.running_replicas import unwatch, watch
@@ -74,7 +74,7 @@ class ServedVersion:
         self.replicas.on_ready = self._start_loading
         self._engine: Engine | None = None
         self._is_closed = False
-        watch(self._app, self._set_replicas)
+        watch((self._app, ENGINE), self._set_replicas)
 
     def _set_replicas(self, names: frozenset[str]) -> None:
         """Note which replicas run; called from a thread of Ray."""
@@ -150,7 +150,7 @@ class ServedVersion:
     def close(self) -> None:
         """Take no more requests and close the channels. Open requests must have ended."""
         self._is_closed = True
-        unwatch(self._app)
+        unwatch((self._app, ENGINE))
         self._calls.close()
         self.replicas.close()
         if self._engine is not None:

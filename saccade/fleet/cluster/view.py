@@ -26,7 +26,7 @@ from saccade.fleet.objectives import Outcome
 from saccade.fleet.split import Split
 from saccade.serve.rate_limit import Consumption
 
-MESSAGE_VERSION = 4
+MESSAGE_VERSION = 5
 """Version of both messages; increases when a field is added, removed or changes its meaning."""
 
 _MAX_DECISIONS = 20
@@ -88,6 +88,8 @@ class VersionView:
     """Checkpoint, adapters and engine settings."""
     state: VersionState
     """Its phase."""
+    num_encoders: int | None = None
+    """Encoder replicas that serve. None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ function versionNode(version) {
   const numReady = replicas.filter(isReady).length;
   const facts = [
     `${whole(numReady)} ${numReady === 1 ? "replica" : "replicas"}`,
+    version.encoders === null ? null : `${whole(version.encoders)} ${version.encoders === 1 ? "encoder" : "encoders"}`,
     version.patches ? `images resident ${residency([version])}` : null,
     `${whole(version.requests_continued)} continued, ${whole(version.requests_lost)} lost`,
     version.adapters.length ? `adapters ${version.adapters.join(", ")}` : null,

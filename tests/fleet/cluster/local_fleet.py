@@ -23,14 +23,16 @@ TIMEOUT_S = 60.0
 class LocalFleet:
     """Replicas, and an engine whose core they are."""
 
-    def __init__(self, checkpoint, names=("one", "two"), *, front="front", adapters=None, joins=None, **engine):
+    def __init__(
+        self, checkpoint, names=("one", "two"), *, front="front", adapters=None, joins=None, tracers=None, **engine
+    ):  # fmt: skip
         """`joins`: a fleet whose replicas and event loop this front uses."""
         self._thread = None
         if joins is None:
             self.loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
             self._thread.start()
-            self.replicas = LocalReplicas(checkpoint, adapters=adapters or {}, **engine)
+            self.replicas = LocalReplicas(checkpoint, adapters=adapters or {}, tracers=tracers, **engine)
             for name in names:
                 self.replicas.start(name)
         else:

@@ -10,7 +10,7 @@ from fleet.cluster.local_fleet import TIMEOUT_S
 from fleet.cluster.local_replicas import LocalCalls, LocalReplicas, share
 
 from saccade.fleet.cluster.front_server import FrontServer
-from saccade.fleet.cluster.names import engine_app
+from saccade.fleet.cluster.names import ENGINE, engine_app
 from saccade.fleet.cluster.running_replicas import note_replicas
 from saccade.fleet.cluster.view import FleetView, FrontReport, ModelView, VersionView
 from saccade.fleet.split import Split
@@ -35,7 +35,7 @@ class LocalFront:
         self.server = FrontServer("front", "photos", config, self._sync, self._connect, num_workers=1)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=self.server.url, timeout=TIMEOUT_S, headers=headers)
-        note_replicas(engine_app("photos", "tiny", "may"), frozenset(names))
+        note_replicas((engine_app("photos", "tiny", "may"), ENGINE), frozenset(names))
         self.wait_until(lambda: self.http.get("/ready").status_code == 200)
 
     async def _sync(self, report):

@@ -7,8 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from saccade.engine.config import EngineConfig
+from saccade.engine.encoder_host import EncoderHost
 from saccade.engine.host import EngineHost
 from saccade.engine.transport.wire import media_of
+from saccade.fleet.cluster.encoder_pool import EncoderPool
+from saccade.fleet.cluster.encoder_service import EncoderService
 from saccade.fleet.cluster.replica_service import ReplicaService
 from saccade.fleet.config import VersionConfig
 from saccade.processor import MediaLimits
@@ -17,11 +20,18 @@ from saccade.processor import MediaLimits
 class LocalReplicas:
     """Replicas of one version by name. `kill` ends one as a lost machine would: no call to it returns any more."""
 
-    def __init__(self, checkpoint, adapters, **engine):
+    def __init__(self, checkpoint, adapters, *, costs=None, num_encoders=0, tracers=None, **engine):
         self.version = VersionConfig(
             name="may", checkpoint=str(checkpoint), traffic=100, gpus_per_replica=0, adapters=adapters,
-            engine=EngineConfig(num_workers=0, num_pages=512, **engine),
+            engine=EngineConfig(num_workers=0, num_pages=512, **engine), costs=costs,
         )  # fmt: skip
+        self.encoders: dict[str, EncoderService] = {}
+        self.pools: list[EncoderPool] = []
+        self.tracers = tracers or {}
+        """Tracers of replicas by name."""
+        self.has_pool, self.stuck = num_encoders > 0, asyncio.Event()
+        for number in range(num_encoders):
+            self.start_encoder(f"encoder {number}")
         self.services: dict[str, ReplicaService] = {}
         self.killed: dict[str, asyncio.Event] = {}
         self.hosts: dict[str, EngineHost] = {}
@@ -33,18 +43,53 @@ class LocalReplicas:
             limits=MediaLimits(allow_local_files=False), adapters=self.version.adapters,
         )  # fmt: skip
         self.hosts[name], self.killed[name] = host, asyncio.Event()
-        self.services[name] = ReplicaService(name, replace(self.version, name=version), host)
+        self.services[name] = ReplicaService(
+            name, replace(self.version, name=version), host, tracer=self.tracers.get(name),
+            open_pool=self._open_pool if self.has_pool else None,
+        )  # fmt: skip
+
+    def start_encoder(self, name):
+        host = EncoderHost.load(
+            self.version.checkpoint, device="cpu", dtype="float32", config=self.version.engine,
+            limits=MediaLimits(allow_local_files=False),
+        )  # fmt: skip
+        self.encoders[name] = EncoderService(self.version, host, self.tracers.get("encoder"))
+
+    def _open_pool(self):
+        pool = EncoderPool(self.version, LocalEncoderCalls(self))
+        pool.set_replicas(frozenset(self.encoders))
+        self.pools.append(pool)
+        return pool
 
     def kill(self, name):
         self.killed[name].set()
 
     def close(self):
-        for service in self.services.values():
+        for service in (*self.services.values(), *self.encoders.values()):
             service.close()
 
     async def media(self, data):
         self.num_media_read += 1
         return data
+
+
+class LocalEncoderCalls:
+    """Implements `encoder_pool.EncoderCalls`. Encoders that are gone fail; those that are stuck never answer."""
+
+    def __init__(self, replicas):
+        self.replicas, self.num_woken = replicas, 0
+        self.asked = []
+
+    async def encode(self, replica, message, media):
+        self.asked.append(replica)
+        if replica not in self.replicas.encoders:
+            raise ConnectionError("the encoder is gone")
+        if self.replicas.stuck.is_set():
+            await asyncio.sleep(3600)
+        return await self.replicas.encoders[replica].encode(message, media)
+
+    def wake(self):
+        self.num_woken += 1
 
 
 class LocalCalls:

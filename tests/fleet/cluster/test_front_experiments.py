@@ -7,7 +7,7 @@ from fleet.cluster.local_front import LocalFront
 from model.hugging_face import SHAPES, make_checkpoint
 from serve.running import chat_body
 
-from saccade.fleet.cluster.names import engine_app
+from saccade.fleet.cluster.names import ENGINE, engine_app
 from saccade.fleet.cluster.running_replicas import note_replicas
 from saccade.fleet.cluster.view import ExperimentView, VersionView
 from saccade.fleet.experiments import Experiment, Variant
@@ -23,7 +23,7 @@ def front(tmp_path_factory):
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("fleet") / "tiny", SHAPES[0])
     with LocalFront(checkpoint, ("one",)) as front:
         front.replicas.start("two", version="june")
-        note_replicas(engine_app("photos", "tiny", "june"), frozenset({"two"}))
+        note_replicas((engine_app("photos", "tiny", "june"), ENGINE), frozenset({"two"}))
         show(front, is_running=True)
         front.wait_until(lambda: ask(front, next(filter(is_new, USERS))) == "june")
         yield front

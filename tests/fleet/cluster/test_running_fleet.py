@@ -1,5 +1,7 @@
 """A fleet on a real Ray: its processes are killed, its versions updated, and its commands run."""
 
+import base64
+import io
 import json
 import os
 import signal
@@ -7,19 +9,32 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 from bench.fleet_process import FleetProcess
 from saccade.model.initialize import initialize_random, named_size
 
 TIMEOUT_S = 120
+ENGINE, ENCODER = "ServeReplica:test:engine:tiny:v1:engine", "ServeReplica:test:engine:tiny:v1:encoder"
 DICE = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "minItems": 6, "maxItems": 6})
+COSTS = """
+[models.versions.costs]
+patch_s = 1e-3
+token_s = 1e-5
+request_s = 1e-3
+step_s = 1e-3
+step_request_s = 0.0
+target_step_s = 0.0
+"""
 MODEL = f"""
+encoders = {{ min_replicas = 1, max_replicas = 1, cpus_per_replica = 0.1, gpus_per_replica = 0 }}
 rollout = {{ ramp = [50, 100], hold_s = 1, min_requests = 0, settle_s = 0 }}
 
 [[models.probes]]
@@ -46,7 +61,7 @@ def checkpoints(folder):
 
 @pytest.fixture(scope="module")
 def fleet(folder, checkpoints):
-    with FleetProcess(folder, checkpoints[0], model=MODEL) as fleet:
+    with FleetProcess(folder, checkpoints[0], model=MODEL, version=COSTS) as fleet:
         wait_until(lambda: fleet.sample("saccade:fleet_replicas_ready") == 2)
         yield fleet
         assert fleet.stop() == 130
@@ -123,11 +138,41 @@ def test_a_request_is_answered_by_a_version(fleet):
 def test_a_stream_continues_when_all_engines_are_killed(fleet):
     expected = streamed(fleet, max_tokens=600)
     before = fleet.sample("saccade:fleet_requests_continued_total")
-    answer = streamed(fleet, max_tokens=600, at=20, do=lambda: kill("ServeReplica:test:engine"))
+    answer = streamed(fleet, max_tokens=600, at=20, do=lambda: kill(ENGINE))
     assert answer == expected
     # It continues twice if it reaches the second engine before that one is killed too.
     assert before + 1 <= fleet.sample("saccade:fleet_requests_continued_total") <= before + 2
     assert fleet.sample("saccade:fleet_requests_lost_total") == 0
+
+
+def about_an_image(seed):
+    """A question about an image that no other has."""
+    file = io.BytesIO()
+    Image.effect_noise((84, 56), 10.0 + seed).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def version_status(fleet):
+    """What `fleet status` says of the first version."""
+    return json.loads(run("status", fleet.file, "--json").stdout)["models"][0]["versions"][0]
+
+
+def test_requests_continue_when_the_encoder_is_killed(fleet):
+    wait_until(lambda: fleet.sample("saccade:fleet_encoders_ready") == 1)
+    asked = [about_an_image(seed) for seed in range(6)]
+    with ThreadPoolExecutor(2) as pool:  # engines that decode ask the encoder for images
+        decoding = [pool.submit(streamed, fleet, max_tokens=900) for _ in range(2)]
+        answers = [chat(fleet, **one) for one in asked[:2]]
+        kill(ENCODER)
+        answers += [chat(fleet, **one) for one in asked[2:]]
+        assert all(one.result() for one in decoding)
+    assert [answer.status_code for answer in answers] == [200] * 6
+    wait_until(lambda: fleet.sample("saccade:fleet_replica_pooled_patches") > 0)
+    assert fleet.sample("saccade:fleet_requests_lost_total") == 0
+    wait_until(lambda: processes(ENCODER))
+    wait_until(lambda: version_status(fleet)["replicas"]["encoders"] == [1, 0])
 
 
 def test_streams_do_not_notice_that_both_controllers_are_killed(fleet):
