@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 _WEIGHT = 0.1
 """Weight of the newest pass in the mean time per patch."""
 
+_IDLE_S = 0.02
+"""Seconds without an image after which a CUDA graph is captured."""
+
 
 class _Job(NamedTuple):
     """An image or video whose patches are ready."""
@@ -146,13 +149,23 @@ class EncoderHost:
         following: _Job | None = None
         with _on(self._stream):
             while not self.has_failed:
-                following = following or self._jobs.get()
+                following = following or self._next_job()
                 if following is None:  # the host is closed
                     break
                 batch, following = self._next_pass(following)
                 self._encode_or_isolate(batch)
         self.has_failed = True
         self._fail_rest(following)
+
+    def _next_job(self) -> _Job | None:
+        """Wait for an image, or for the end; meanwhile capture CUDA graphs that are missing."""
+        with torch.inference_mode():
+            while True:
+                try:
+                    return self._jobs.get(timeout=_IDLE_S)
+                except queue.Empty:
+                    if not self._encoder.capture_next():
+                        return self._jobs.get()
 
     def _next_pass(self, first: _Job) -> tuple[list[_Job], _Job | None]:
         """The images of the next pass, in order, and one that does not fit into it."""
