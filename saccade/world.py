@@ -11,6 +11,7 @@ training step: small JSON values, and asynchronous saves.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -48,6 +49,10 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 """(output, input, group=...): this rank's part of the sum of the inputs of all ranks."""
 
 
+_NUMBERS = itertools.count(1)
+"""Numbers the layouts that this process has had."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process and its world."""
@@ -73,6 +78,8 @@ class World:
     )
     """Process groups of the layout, by their axes and backend; opened when they are first asked for."""
 
+    _number: int = field(default=0, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if self.dims == ParallelDims():
             object.__setattr__(self, "dims", ParallelDims(replicate=self.size))
@@ -88,7 +95,7 @@ class World:
     def arranged(self, dims: ParallelDims) -> Iterator[World]:
         """This world in a layout; its process groups are closed at the end."""
         assert dims.size == self.size, f"the layout {dims} is for {dims.size} ranks, not {self.size}"
-        world = replace(self, dims=dims, _groups={})
+        world = replace(self, dims=dims, _groups={}, _number=next(_NUMBERS))
         try:
             yield world
         finally:
@@ -156,9 +163,13 @@ class World:
         return self._groups[key, backend]
 
     def mesh(self, *names: tuple[Axis, ...]) -> DeviceMesh:
-        """A device mesh whose dims are groups of the layout, each given by its axes and named after the first one."""
+        """A device mesh whose dims are groups of the layout, each given by its axes.
+
+        Names differ between layouts: DTensor caches meshes, and would use an equal one of an earlier layout, whose
+        groups are closed.
+        """
         groups = [self._open_group(axes) for axes in names]
-        dim_names = tuple(axes[0] for axes in names)
+        dim_names = tuple(f"{axes[0]}_{self._number}" for axes in names)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=dim_names)
         axes_of_mesh = [axis for axes in names for axis in axes]

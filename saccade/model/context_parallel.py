@@ -98,19 +98,25 @@ class ContextAttention:
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`."""
-        inputs = self._inputs
         q_THK, k_TGK = rope(q_THK, k_TGK, self._cos_sin)
-        k_SGK, v_SGK = gather_keys(k_TGK, v_TGK, inputs)
-        outs = []
-        for one in inputs.rounds:
-            starts_q, starts_k = (inputs.row_starts[at:][: one.num_rows + 1] for at in (one.starts_q, one.starts_k))
-            outs.append(
-                attention(
-                    q_THK[one.begin : one.end], k_SGK, v_SGK, starts_q, starts_k,
-                    max_seqlen_q=one.max_seqlen_q, max_seqlen_k=one.max_seqlen_k, causal=True, window=self._window,
-                )
-            )  # fmt: skip
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        k_SGK, v_SGK = gather_keys(k_TGK, v_TGK, self._inputs)
+        return attend_to_sequence(q_THK, k_SGK, v_SGK, self._inputs, self._window)
+
+
+def attend_to_sequence(
+    q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, inputs: ContextInputs, window: int | None = None
+) -> Tensor:
+    """[T, H, K]: the queries of one rank attend to the keys of the whole sequence, one call per round."""
+    outs = []
+    for one in inputs.rounds:
+        starts_q, starts_k = (inputs.row_starts[at:][: one.num_rows + 1] for at in (one.starts_q, one.starts_k))
+        outs.append(
+            attention(
+                q_THK[one.begin : one.end], k_SGK, v_SGK, starts_q, starts_k,
+                max_seqlen_q=one.max_seqlen_q, max_seqlen_k=one.max_seqlen_k, causal=True, window=window,
+            )
+        )  # fmt: skip
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def gather_keys(k_TGK: Tensor, v_TGK: Tensor, inputs: ContextInputs) -> tuple[Tensor, Tensor]:

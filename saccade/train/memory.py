@@ -31,7 +31,8 @@ from saccade.train.dry_run import (
     dry_run,
     model_blocks,
 )
-from saccade.train.memory_plan import COMPONENTS, GIB, MemoryPlan
+from saccade.train.gradient_compression import RESIDUAL_DTYPE
+from saccade.train.memory_plan import COMPONENTS, GIB, RESIDUAL, MemoryPlan
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import Optimizer, build_optimizer
@@ -125,9 +126,10 @@ class MemoryPlanner:
     def plan(self, size: MicroBatchSize, extents: Extents | None = None) -> MemoryPlan:
         """Peak memory for a micro-batch. `extents`: activation checkpointing, overriding `parallel`."""
         extents = extents or (self.parallel.recompute_vision, self.parallel.recompute_language)
-        step = self.step(size, extents)
-        moment, temporary = max(self._moments(step), key=lambda item: sum(item[1].values()))
-        temporary |= {"micro-batch": self._input_bytes(size), "gathered parameters": self._gathered}
+        share = self._share_of_rank(size)
+        moment, temporary = max(self._moments(self.step(share, extents)), key=lambda item: sum(item[1].values()))
+        temporary |= {"micro-batch": self._input_bytes(share), "gathered parameters": self._gathered}
+        temporary["activations of the decoder: gathered keys and values"] = self._gathered_keys(size, extents)
         allowance = self._allowance(sum(temporary.values()))
         parts = {**_by_component(temporary), **self._persistent(), "context and fragmentation": allowance}
         return MemoryPlan(
@@ -245,6 +247,8 @@ class MemoryPlanner:
             masters = list(optimizer.masters.values())
             persistent["copy of the saved state"] = [*masters, *persistent["moments"], *persistent["averages"]]
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
+        trained = sum(x.numel() for x in named.values() if x.requires_grad)
+        num_bytes[RESIDUAL] = self._residual_bytes(trained)
         blocks = {name: _elements(list(block.parameters())) for name, block in model_blocks(self._model).items()}
         whole = _elements(list(named.values()))
         inside = [sum(column) for column in zip(*blocks.values(), strict=True)]
@@ -254,11 +258,12 @@ class MemoryPlanner:
 
     def _persistent(self) -> Mapping[str, int]:
         held = self._weights.persistent
+        always = {RESIDUAL: held[RESIDUAL], "frozen models": self._frozen_bytes}
         if self._is_sharded and self.parallel.offload:
             held = {}
         elif self.optimizer.offload:
             held = {"parameters": held["parameters"], "moments": STREAMED_BYTES}
-        return {**held, "frozen models": self._frozen_bytes}
+        return {**held, **always}
 
     @cached_property
     def _frozen_bytes(self) -> int:
@@ -270,12 +275,35 @@ class MemoryPlanner:
         del objective
         return sum(live.phases()[0].change.values())
 
+    def _residual_bytes(self, trained: int) -> int:
+        """Bytes of the error feedback of compressed gradients: unsharded, on every rank."""
+        is_kept = self._is_sharded and self.parallel.rounding_of_shards is not None and self._num_shards > 1
+        return trained * RESIDUAL_DTYPE.itemsize if is_kept else 0
+
     # -------------------------------------------------------------- temporary memory
 
     def _temporary(self, size: MicroBatchSize, extents: Extents) -> list[int]:
         """Temporary memory of each phase."""
-        throughout = self._input_bytes(size) + self._gathered
-        return [sum(parts.values()) + throughout for _, parts in self._moments(self.step(size, extents))]
+        share = self._share_of_rank(size)
+        throughout = self._input_bytes(share) + self._gathered + self._gathered_keys(size, extents)
+        return [sum(parts.values()) + throughout for _, parts in self._moments(self.step(share, extents))]
+
+    def _share_of_rank(self, size: MicroBatchSize) -> MicroBatchSize:
+        """What one of the ranks that share a micro-batch computes; each has as many tokens as the others."""
+        if (ranks := self.dims.context) == 1:
+            return size
+        tokens, patches = -(-size.tokens // ranks), -(-size.patches // ranks)
+        return MicroBatchSize(tokens=tokens, patches=patches, loss_tokens=min(tokens, size.num_loss_tokens))
+
+    def _gathered_keys(self, size: MicroBatchSize, extents: Extents) -> int:
+        """Bytes of the keys and values of all context ranks: of every layer until backward, or of one if it is run
+        again; and twice those of a layer while they are gathered or their gradients reduced."""
+        if self.dims.context == 1:
+            return 0
+        language = self.config.language
+        num_layers = 1 if extents[1] == "full" else language.num_layers
+        of_token = 2 * language.num_kv_heads * language.head_dim * self._element
+        return size.tokens * of_token * (num_layers + 2)
 
     def _allowance(self, temporary: float) -> int:
         """Bytes for context and fragmentation."""
@@ -306,7 +334,10 @@ class MemoryPlanner:
         """
         buffers = 0
         if self._is_sharded and phase.block is not None:
-            buffers = 2 * self._weights.blocks[phase.block].trained * (self._element + self._reduce_element)
+            trained = self._weights.blocks[phase.block].trained
+            buffers = 2 * trained * (self._element + self._reduce_element)
+            if self.parallel.rounding_of_shards is not None:  # values rounded and received, in fp32
+                buffers += 2 * trained * self._reduce_element
         if phase.name == "the update":
             root = self._weights.root.trained * self._reduce_element if self._is_sharded else 0
             buffers = max(root, self._weights.update)

@@ -19,7 +19,7 @@ from saccade.train.config import TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import MemoryPlanner
 from saccade.train.memory_advice import advice
-from saccade.train.memory_plan import GIB
+from saccade.train.memory_plan import GIB, RESIDUAL
 from saccade.train.objectives.build import build_objective
 from saccade.train.parallelize import build_model
 from saccade.train.stage_config import StageConfig
@@ -67,12 +67,26 @@ def stage_planner(
 def explain_out_of_memory(config: TrainConfig, stage: StageConfig, world: World) -> Iterator[None]:
     """Log the plan of a stage (on a GPU), and turn an out-of-memory error into a `ConfigError` with plan and advice."""
     planner, size = planner_here(config, stage, load_model_config(config.model.folder), world)
+    if config.parallel.rounding_of_shards is not None:
+        check_residual(planner, size, device_gib(world.device))
     if world.device.type == "cuda":
         _announce(planner, size, device_gib(world.device))
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(_explanation(planner, size, stage, world, error)) from error
+
+
+def check_residual(planner: MemoryPlanner, size: MicroBatchSize, gib: float) -> None:
+    """Refuse compressed gradients whose error feedback does not fit into the memory of a rank."""
+    plan = planner.plan(size)
+    residual = plan.parts.get(RESIDUAL, 0) / GIB
+    if residual and plan.total_gib > gib:
+        raise ConfigError(
+            f"the error feedback of compress_gradients = {planner.parallel.compress_gradients!r} is {residual:.1f} GiB "
+            f"on every rank, 2 bytes per trained parameter, and the plan needs {plan.total_gib:.1f} of {gib:.1f} GiB. "
+            f"Without it the plan is {plan.total_gib - residual:.1f} GiB: set parallel.reduce_dtype = 'bf16' instead"
+        )
 
 
 def planner_here(

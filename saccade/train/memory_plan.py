@@ -6,12 +6,14 @@ from typing import Any
 
 GIB = 2**30
 
+RESIDUAL = "residual of compressed gradients"
 COMPONENTS = (
-    "parameters", "masters", "moments", "averages", "copy of the saved state", "frozen models", "gradients",
+    "parameters", "masters", "moments", "averages", "copy of the saved state", RESIDUAL,
+    "frozen models", "gradients",
     "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss", "workspace",
     "micro-batch", "context and fragmentation",
 )  # fmt: skip
-"""Components of a plan; the first six are persistent, the others temporary."""
+"""Components of a plan; the first seven are persistent, the others temporary."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ class ParallelConfig:
     """fsdp: reduce-scatter gradients after every micro-batch; false reduces once per step, unsharded until then."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """fsdp: dtype of the gradient reduction; bf16 halves the traffic."""
-    compress_gradients: Literal["none", "bf16", "powersgd"] = "none"
-    """ddp: gradient communication hook. powersgd (low-rank) is lossy; its error feedback is not saved."""
+    compress_gradients: Literal["none", "bf16", "int8", "powersgd"] = "none"
+    """Gradient communication in bf16 (ddp, fsdp), int8 (fsdp) or low rank (powersgd, ddp). fsdp
+    sums in fp32 and adds what rounding lost to the next step: 2 bytes per trained parameter and rank, not saved."""
     powersgd_rank: int = 4
     """powersgd: rank of the approximation; lower means less traffic and more error."""
     powersgd_start_step: int = 1000
@@ -60,11 +61,7 @@ class ParallelConfig:
         check_positive(self, "powersgd_rank", "powersgd_start_step")
         self._check_sizes()
         is_ddp = self.strategy == "ddp" or (self.strategy == "auto" and self.replicate is not None and self.shard == 1)
-        if self.compress_gradients != "none" and not is_ddp:
-            raise ConfigError(
-                f"compress_gradients = {self.compress_gradients!r} requires strategy = 'ddp'; "
-                "with fsdp, set reduce_dtype"
-            )
+        self._check_compression(is_ddp)
         if self.compress_gradients == "powersgd" and self.powersgd_start_step < 2:
             raise ConfigError(
                 f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. "
@@ -75,6 +72,29 @@ class ParallelConfig:
                 f"offload requires fsdp or hsdp, not strategy = {'ddp' if is_ddp else 'none'!r}; "
                 "optimizer.offload works with any strategy"
             )
+
+    def _check_compression(self, is_ddp: bool) -> None:
+        """Refuse a form of gradient communication that the strategy does not have."""
+        kind = self.compress_gradients
+        if kind == "powersgd" and not is_ddp:
+            raise ConfigError("compress_gradients = 'powersgd' requires strategy = 'ddp'; with fsdp, use 'int8'")
+        if kind == "int8" and is_ddp:
+            raise ConfigError("compress_gradients = 'int8' requires fsdp. With ddp, use 'bf16' or 'powersgd'")
+        if kind in ("bf16", "int8") and not is_ddp and self.reduce_dtype != "fp32":
+            raise ConfigError(
+                f"compress_gradients = {kind!r} rounds fp32 gradients, but reduce_dtype is {self.reduce_dtype}. "
+                "Remove one of them"
+            )
+        if kind in ("bf16", "int8") and self.strategy == "hsdp":
+            raise ConfigError(
+                f"compress_gradients = {kind!r} compresses the reduce-scatter within a copy, which is not what is slow "
+                "with hsdp. Remove it, or use strategy = 'fsdp'"
+            )
+
+    @property
+    def rounding_of_shards(self) -> Literal["bf16", "int8"] | None:
+        """The format of gradients that FSDP sends; None: that of `reduce_dtype`."""
+        return self.compress_gradients if self.compress_gradients in ("bf16", "int8") else None
 
     def _check_sizes(self) -> None:
         """Refuse what is not built, and a strategy that contradicts the sizes."""

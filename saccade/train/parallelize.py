@@ -59,6 +59,7 @@ from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import LOSS, REPLICAS, SHARDS
+from saccade.train.gradient_compression import CompressedReduceScatter, compress_gradients
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
@@ -84,6 +85,8 @@ class ParallelModel:
     """Strategy by which the model is parallelized."""
     compression: PowerSGDState | None = None
     """Error feedback of PowerSGD."""
+    reduce_scatters: Sequence[CompressedReduceScatter] = ()
+    """Compressed reduce-scatters of FSDP units, with their error feedback."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """fp32 values for the optimizer: trained parameters whose precision is lower than the checkpoint folder's."""
 
@@ -107,7 +110,9 @@ class ParallelModel:
                 module.reshard()
 
     def reset_compression(self) -> None:
-        """Clear the error feedback of PowerSGD, which may contain NaN after a bad step."""
+        """Clear the error feedback of compressed gradients, which may contain NaN after a bad step."""
+        for one in self.reduce_scatters:
+            one.residual = None
         if self.compression is not None:
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self.compression, memory).clear()
@@ -146,13 +151,16 @@ def parallelize(
     has_dropout = stage.lora is not None and stage.lora.dropout > 0.0
     recompute(model.vision.blocks, config.recompute_vision, is_random=has_dropout)
     recompute(model.language.layers, config.recompute_language, is_random=has_dropout)
+    reduce_scatters: list[CompressedReduceScatter] = []
     if is_sharded:
         _shard(module, _mesh(strategy, world), config, DTYPES[dtype])
+        if (rounding := config.rounding_of_shards) is not None:
+            reduce_scatters = compress_gradients(module, rounding)
     _allocate(module, "cpu" if is_sharded and config.offload else world.device)
     masters_device = "cpu" if stage.optimizer.offload else world.device
     masters = load_weights(model, folder, seed=seed, masters_device=masters_device)
     parallel = _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
-    return replace(parallel, masters=masters)
+    return replace(parallel, masters=masters, reduce_scatters=reduce_scatters)
 
 
 def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:

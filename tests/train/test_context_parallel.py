@@ -6,10 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train.recorded import assert_same_run, run_one
-from train.running import run_together, write_recipe, write_shards
+from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+from saccade.data.toy import toy_sample
 from saccade.model.families import named_size
 from saccade.model.initialize import initialize_random
+from saccade.train.stages import train
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -102,3 +106,49 @@ def test_runs_with_context_ranks_equal_one_device(tmp_path):
 @pytest.mark.slow
 def test_all_other_runs_with_context_ranks_equal_one_device(tmp_path):
     run_cases(tmp_path, OTHERS)
+
+
+def recipe(folder, name, shards):
+    return write_recipe(folder / f"{name}.toml", run=folder / name, checkpoint=folder / "checkpoint", shards=shards)
+
+
+def test_runs_resume_on_other_layouts_and_bad_images_leave_the_loss_on_all_ranks(tmp_path):
+    """One device, then two layouts with context ranks, then one device again, in the middle of an epoch."""
+    initialize_random(tmp_path / "checkpoint", named_size("tiny"), dtype=torch.float32)
+    shards = write_shards(tmp_path / "shards", text_every=2, sides=(56, 84))
+    damaged = write_damaged(tmp_path / "damaged")
+    train(read_recipe(recipe(tmp_path, "whole", shards), *STEPS), device="cpu")
+    moving, bad = recipe(tmp_path, "moving", shards), recipe(tmp_path, "bad", damaged)
+    train(read_recipe(moving, *STEPS, "stages.0.steps=3"), device="cpu")
+    more = ["stages.0.steps=4", "stages.0.data.augment={crop_scale=[0.5, 1.0], flip=0.5, erase=0.5}"]
+    train(read_recipe(recipe(tmp_path, "bad-one", damaged), *STEPS, *more), device="cpu")
+    jobs = [
+        {"recipe": str(moving), "set": [*STEPS, "stages.0.steps=5", *LAYOUTS["context 2 x shard 2"]]},
+        {"recipe": str(moving), "set": [*STEPS, "stages.0.steps=8", *LAYOUTS["context 4, ddp"]]},
+        {"recipe": str(bad), "set": [*STEPS, *more, "stages.0.data.num_workers=1", *LAYOUTS["context 4"]]},
+    ]
+    run_together(jobs, tmp_path, num_ranks=4)
+    train(read_recipe(moving, *STEPS), device="cpu")
+    assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    assert losses(tmp_path / "bad") == pytest.approx(losses(tmp_path / "bad-one"), abs=1e-5)
+    names = [
+        {json.loads(line)["sample_id"] for line in (tmp_path / run / "bad_samples.jsonl").read_text().splitlines()}
+        for run in ("bad", "bad-one")
+    ]
+    assert names[0] == names[1] != set()
+
+
+def write_damaged(folder):
+    """Samples with two images of different size each; some are cut after their header, one in its header."""
+    with ShardWriter(folder, max_samples=16) as writer:
+        for number in range(24):
+            first, second = (toy_sample(number, side=side).members["png"] for side in (84, 56))
+            if number % 7 == 3:
+                second = second[: len(second) // 2]
+            talk = [
+                {"role": "user", "content": "<image><image>Which is larger?"},
+                {"role": "assistant", "content": "the first " * (1 + number % 3)},
+            ]
+            members = {"0.png": first, "1.png": second, "json": json.dumps({"messages": talk}).encode()}
+            writer.write(Sample(key=f"{number:08d}", source="damaged", members=members))
+    return folder

@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 from train.running import RECIPE, read_recipe, write_recipe
-from train.shapes import THIN, UNIFORM
+from train.shapes import LARGE, THIN, UNIFORM
 
 from saccade.kernels import launch
 from saccade.model.families import VISION_LANGUAGE, load_model_config
@@ -20,6 +21,8 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.live_bytes import moments
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
+from saccade.processor.inputs import ModelInputs
+from saccade.train.context_batches import ContextGroup, SequenceShare
 from saccade.train.dry_run import DryBatch, MicroBatchSize, combined, dry_batch, dry_run, image_grids, saved
 from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.loss import count_labels, next_token_labels
@@ -354,3 +357,49 @@ def test_memory_of_the_host_is_what_is_available_within_the_limit_of_the_contain
 def test_a_cpu_has_less_memory_than_the_machine():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     assert 0 < device_gib(torch.device("cpu")) < total
+
+
+# ------------------------------------------------------------------ context parallel
+
+
+@pytest.fixture
+def fake_ranks():
+    """Open a process group of so many ranks, of which this process is the first and the others do not exist."""
+    store_module = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+    def open_group(num_ranks):
+        torch.distributed.init_process_group("fake", store=store_module.FakeStore(), rank=0, world_size=num_ranks)
+        return torch.distributed.group.WORLD
+
+    yield open_group
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("kernels_that_compute_nothing")
+def test_activations_of_a_context_rank_are_its_share_and_the_gathered_keys(fake_ranks):
+    """A rank saves 1 / n of the bytes of one rank, and the keys and values of all 4,096 tokens; blocks have 128."""
+    lengths = [1, 1500, 700, 3, 1892]
+    inputs = ModelInputs.empty(patch_dim=12, pixel_mean=(0.5,), pixel_std=(0.5,), num_tokens=sum(lengths))
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    inputs = replace(inputs, cu_seqlens=starts, max_seqlen=max(lengths))
+    model, language = prepared(SMALL, torch.float16, "cpu", ("none", "none"), OptimizerConfig(), None), SMALL.language
+    gathered = 2 * language.num_kv_heads * language.head_dim * 2 * inputs.num_tokens * language.num_layers
+    with mock.patch.object(VLM, "_dummy_image_features", lambda _, x: x.new_zeros(2, language.hidden_size)):
+        whole = kept_bytes(inputs, model)
+        for num_ranks in (2, 4, 8):
+            context = ContextGroup(0, num_ranks, fake_ranks(num_ranks), block_size=128)
+            share = SequenceShare(inputs, context, image_ranks=[], image_tokens=[]).inputs()
+            kept = kept_bytes(share, model) - gathered
+            torch.distributed.destroy_process_group()
+            assert kept == pytest.approx(whole / num_ranks, rel=0.08)
+
+
+def test_a_plan_counts_the_share_of_a_context_rank_and_the_gathered_keys():
+    one, eight = (plan(LARGE, UNIFORM, world_size=8, parallel=ParallelConfig(context=context)) for context in (1, 8))
+    language = LARGE.language
+    gathered = 4 * language.num_kv_heads * language.head_dim * UNIFORM.tokens * (language.num_layers + 2)
+    assert eight.modules["activations of the decoder: gathered keys and values"] == gathered
+    decoder = "activations of the decoder"
+    assert eight.parts[decoder] - gathered == pytest.approx(one.parts[decoder] / 8, rel=0.02)
+    assert eight.parts["parameters"] == one.parts["parameters"]

@@ -404,7 +404,7 @@ def test_a_pair_is_its_chosen_conversation_where_pairs_are_not_asked_for(root, p
 # ------------------------------------------------------------------ several ranks
 
 
-def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
+def test_objectives_on_two_sharded_or_context_ranks_have_the_losses_of_one(root, pairs):
     """Odd numbers of packed sequences: one rank runs an empty micro-batch."""
     settings = {
         "distil": [f"stages.0.objective.distillation.teacher={teacher_of(root)}"],
@@ -418,6 +418,8 @@ def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
         train(recipe(root, f"{name}-one", *common, *own), device="cpu")
         two = recipe(root, f"{name}-two")
         jobs.append({"recipe": str(two.run.with_suffix(".toml")), "set": [*common, *own]})
+        context = recipe(root, f"{name}-context").run.with_suffix(".toml")
+        jobs.append({"recipe": str(context), "set": [*common, *own, "parallel.context=2"]})
     # A stage of DPO after another one, begun on one rank and resumed on two.
     after = [
         "stages.learn.lora.rank=4",
@@ -430,4 +432,8 @@ def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
     jobs.append({"recipe": str(root / "after-two.toml"), "set": after})
     run_together(jobs, root, num_ranks=2)
     for name in (*settings, "after"):
-        assert losses(root / f"{name}-two") == pytest.approx(losses(root / f"{name}-one"), rel=2e-5), name
+        for ranks in ("two", "context") if name in settings else ("two",):
+            assert losses(root / f"{name}-{ranks}") == pytest.approx(losses(root / f"{name}-one"), rel=2e-5), name
+            ours, alone = (records(root / f"{name}-{ranks}")[3], records(root / f"{name}-one")[3])
+            for metric, value in alone.get("objective", {}).items():
+                assert ours["objective"][metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric

@@ -66,6 +66,7 @@ def validated(run_root):
         {"recipe": str(recipe(run_root, name)), "set": validating(run_root, f"parallel.strategy={name}")}
         for name in ("fsdp", "ddp")
     ]
+    jobs.append({"recipe": str(recipe(run_root, "context")), "set": validating(run_root, "parallel.context=2")})
     run_together(jobs, run_root, num_ranks=2)
     return run_root
 
@@ -100,7 +101,7 @@ def test_validation_runs_at_its_interval_and_at_the_end(validated):
     assert scores(validated / "validated")[7]["loss"] < scores(validated / "validated")[3]["loss"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "context"])
 def test_several_ranks_compute_the_scores_of_one(validated, strategy):
     together, alone = scores(validated / strategy), scores(validated / "validated")
     assert list(together) == list(alone)
