@@ -85,11 +85,6 @@ class ParallelConfig:
                 f"compress_gradients = {kind!r} rounds fp32 gradients, but reduce_dtype is {self.reduce_dtype}. "
                 "Remove one of them"
             )
-        if kind in ("bf16", "int8") and self.strategy == "hsdp":
-            raise ConfigError(
-                f"compress_gradients = {kind!r} compresses the reduce-scatter within a copy, which is not what is slow "
-                "with hsdp. Remove it, or use strategy = 'fsdp'"
-            )
 
     @property
     def rounding_of_shards(self) -> Literal["bf16", "int8"] | None:
@@ -150,6 +145,11 @@ class ParallelConfig:
             raise ConfigError(
                 "offload requires fsdp, and auto means no sharding on one rank. "
                 "Set parallel.strategy = 'fsdp', or use optimizer.offload"
+            )
+        if is_sharded and dims.replicate > 1 and self.rounding_of_shards is not None:
+            raise ConfigError(
+                f"compress_gradients = {self.compress_gradients!r} compresses the reduce-scatter within a copy, and "
+                "copies average fp32 gradients between slow nodes. Remove it, or set replicate = 1"
             )
         if is_sharded:
             return "hsdp" if dims.replicate > 1 else "fsdp"

@@ -33,12 +33,13 @@ def test_compressed_gradients_are_fed_back_and_train_like_fp32(tmp_path):
         ({"compress_gradients": "powersgd"}, "requires strategy = 'ddp'; with fsdp, use 'int8'"),
         ({"compress_gradients": "int8", "strategy": "ddp"}, "requires fsdp"),
         ({"compress_gradients": "int8", "reduce_dtype": "bf16"}, "rounds fp32 gradients"),
-        ({"compress_gradients": "bf16", "strategy": "hsdp", "shard": 4}, "Remove it, or use strategy = 'fsdp'"),
+        ({"compress_gradients": "bf16", "strategy": "hsdp", "shard": 4}, "Remove it, or set replicate = 1"),
     ],
 )
 def test_forms_that_a_strategy_does_not_have_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        ParallelConfig(**settings)
+        config = ParallelConfig(**settings)
+        config.strategy_of(config.dims(8))
 
 
 def test_the_error_feedback_is_planned_and_refused_with_its_size_where_it_does_not_fit():
