@@ -4,15 +4,21 @@ import json
 
 import pytest
 import torch
+from closeness import BOUNDS, assert_close
 from safetensors.torch import load_file
+from train.context_ranks import random_case
 from train.recorded import assert_same_run, run_one
 from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
 from saccade.data.toy import toy_sample
+from saccade.kernels import launch
+from saccade.kernels.attention import attention_reference
+from saccade.model.context_parallel import attend_to_sequence
 from saccade.model.families import named_size
 from saccade.model.initialize import initialize_random
+from saccade.train.context_batches import ContextGroup, SequenceShare
 from saccade.train.stages import train
 
 
@@ -152,3 +158,27 @@ def write_damaged(folder):
             members = {"0.png": first, "1.png": second, "json": json.dumps({"messages": talk}).encode()}
             writer.write(Sample(key=f"{number:08d}", source="damaged", members=members))
     return folder
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_kernels_take_the_rounds_of_every_rank(device):
+    """Queries of each rank with all keys, in the tiled kernels, give the output and gradients of the sequence."""
+    lengths, block_size, dtype = ([1, 37, 1, 20], 8, torch.float32)
+    if device == "cuda":
+        lengths, block_size, dtype = ([1, 5000, 700, 1, 9000, 1682], 512, torch.bfloat16)
+    inputs, tensors, _ = random_case(lengths, 0)
+    q, k, v, d_out = (x.to(device, dtype).requires_grad_() for x in tensors)
+    starts, longest = inputs.cu_seqlens.to(device), max(lengths)
+    bounds = {"max_seqlen_q": longest, "max_seqlen_k": longest, "causal": True}
+    expected = attention_reference(q.float(), k.float(), v.float(), starts, starts, **bounds)
+    gradients = torch.autograd.grad(expected, (q, k, v), d_out.float())
+    out = torch.empty_like(q)
+    with launch.forced("triton"):
+        for rank in range(3):
+            context = ContextGroup(rank, 3, block_size=block_size)
+            share = SequenceShare(inputs, context, image_ranks=[], image_tokens=[]).inputs().to(device)
+            assert len(share.rounds) > 1
+            out = out.index_copy(0, share.tokens, attend_to_sequence(q[share.tokens], k, v, share))
+        found = torch.autograd.grad(out, (q, k, v), d_out)
+    for name, got, right in zip(("out", "dq", "dk", "dv"), (out, *found), (expected, *gradients), strict=True):
+        assert_close(name, got, right, BOUNDS[dtype])

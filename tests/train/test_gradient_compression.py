@@ -38,8 +38,12 @@ def test_compressed_gradients_are_fed_back_and_train_like_fp32(tmp_path):
 )
 def test_forms_that_a_strategy_does_not_have_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        config = ParallelConfig(**settings)
-        config.strategy_of(config.dims(8))
+        strategy_on_8_ranks(**settings)
+
+
+def strategy_on_8_ranks(**settings):
+    config = ParallelConfig(**settings)
+    return config.strategy_of(config.dims(8))
 
 
 def test_the_error_feedback_is_planned_and_refused_with_its_size_where_it_does_not_fit():
