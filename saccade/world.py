@@ -143,6 +143,16 @@ class World:
         """
         return None if self.dims.count(*axes) == 1 else self._open_group(axes)
 
+    def separate_group(self, *axes: Axis) -> dist.ProcessGroup | None:
+        """`group` with a communicator of its own.
+
+        Collectives of one group run one after another: in the group of FSDP a gather of keys would wait for the
+        parameters of the next block.
+        """
+        if self.dims.count(*axes) == 1:
+            return None
+        return self._open_group(axes, backend="nccl" if self.device.type == "cuda" else "gloo")
+
     def cpu_group_of(self, *axes: Axis) -> dist.ProcessGroup | None:
         """`group` for tensors on the CPU, which may be another one than that of the device."""
         if self.device.type == "cpu" or self.dims.count(*axes) == 1:

@@ -28,7 +28,7 @@ from saccade.processor.inputs import ModelInputs
 from saccade.train.config import TrainConfig
 from saccade.train.context_batches import ONE_RANK, ContextGroup, SequenceShare, pad_inputs
 from saccade.train.flops import Work, micro_batch_work
-from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
+from saccade.train.loss import IGNORED, count_labels, empty_micro_batch, labels_by_source, next_token_labels
 from saccade.train.objectives.objective import Objective
 from saccade.train.stage_config import StageConfig
 
@@ -187,10 +187,12 @@ class BatchIterator:
             return None
         finally:
             self.wait_s = time.perf_counter() - start
-        sequences = [
-            sequence for sequence in self._agree_on_bad(batch.sequences) if sequence.inputs.num_tokens
-        ]  # empty if all samples are bad
-        batches = [self._add_labels(sequence, with_sources) for sequence in sequences]
+        agreed = zip(self._agree_on_bad(batch.sequences), batch.sequences, strict=True)
+        pairs = [
+            (sequence, whole) for sequence, whole in agreed if whole.inputs.num_tokens
+        ]  # none: all samples are bad
+        sequences = [sequence for sequence, _ in pairs]
+        batches = [self._add_labels(sequence, whole, with_sources) for sequence, whole in pairs]
         work = sum_work(
             micro_batch_work(self._config, one.inputs, one.num_loss_tokens, self._trained_parts) for one in batches
         )
@@ -237,14 +239,24 @@ class BatchIterator:
         targets = {name: share.loss_rows(batch.labels, rows) for name, rows in batch.targets.items()}
         return MicroBatch(share.inputs(), labels, num_loss_tokens, by_source, targets)
 
-    def _add_labels(self, sequence: PackedSequence, with_sources: bool) -> MicroBatch:
+    def _add_labels(self, sequence: PackedSequence, whole: PackedSequence, with_sources: bool) -> MicroBatch:
+        """Label a sequence; `whole`: with all samples in the loss."""
         sequence = dataclasses.replace(sequence, inputs=pad_inputs(sequence.inputs, self._context.min_tokens))
         labels = next_token_labels(sequence.inputs)
         num_sources = len(self.source_names) if with_sources else 0
         by_source = labels_by_source(sequence.inputs, labels, sequence.source_of_conversation, num_sources)
-        targets = {} if self._read_targets is None else self._read_targets(sequence.sample_ids, sequence.inputs, labels)
+        targets = self._targets_of(whole, labels)
         counted = [(part, count_labels(part)) for part in by_source]
         return MicroBatch(sequence.model_inputs, labels, count_labels(labels), counted, targets)
+
+    def _targets_of(self, sequence: PackedSequence, labels: Tensor) -> Mapping[str, Tensor]:
+        """What the objective reads for these labels, which some samples of the sequence may have left."""
+        if self._read_targets is None:
+            return {}
+        own = next_token_labels(sequence.inputs)
+        targets = self._read_targets(sequence.sample_ids, sequence.inputs, own)
+        is_kept = labels[: len(own)][own != IGNORED] != IGNORED
+        return targets if is_kept.all() else {name: rows[is_kept] for name, rows in targets.items()}
 
     def _empty_batch(self, with_sources: bool) -> MicroBatch:
         labels = next_token_labels(self._empty)

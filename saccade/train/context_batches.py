@@ -64,7 +64,9 @@ def context_group(world: World) -> ContextGroup:
     num_ranks = world.dims.count("context")
     if num_ranks == 1:
         return ONE_RANK
-    return ContextGroup(world.index("context"), num_ranks, world.group("context"), world.cpu_group_of("context"))
+    return ContextGroup(
+        world.index("context"), num_ranks, world.separate_group("context"), world.cpu_group_of("context")
+    )
 
 
 def pad_inputs(inputs: ModelInputs, min_tokens: int) -> ModelInputs:

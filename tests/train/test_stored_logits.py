@@ -243,5 +243,11 @@ def test_two_ranks_have_the_losses_of_one(root):
     recipe(root, "two-ranks")
     own = {"teacher": root / "teacher", "kl_weight": 0.7, "temperature": 2.0, "top_k": 6}
     own = [f"stages.0.objective.distillation.{key}={value}" for key, value in own.items()]
-    run_together([{"recipe": str(root / "two-ranks.toml"), "set": [*settings, *own]}], root, num_ranks=2)
-    assert losses(root / "two-ranks") == pytest.approx(losses(one.run), rel=2e-5)
+    recipe(root, "context")
+    jobs = [
+        {"recipe": str(root / "two-ranks.toml"), "set": [*settings, *own]},
+        {"recipe": str(root / "context.toml"), "set": [*settings, *own, "parallel.context=2"]},
+    ]
+    run_together(jobs, root, num_ranks=2)
+    for name in ("two-ranks", "context"):
+        assert losses(root / name) == pytest.approx(losses(one.run), rel=2e-5)
