@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,8 @@ def egress_of(planned: Planned, num_nodes: int, ranks_per_node: int, global_batc
         is_own = np.zeros(len(lanes), bool)
         for node in range(num_nodes):
             is_own |= (nodes == node) & owners.is_own(lanes, node)
-        for key, number, node, own in zip(outline.buffers, outline.numbers, nodes.tolist(), is_own, strict=True):
+        places = outline.places(range(len(lanes)))
+        for (key, number), node, own in zip(places, nodes.tolist(), is_own, strict=True):
             buffer = planned.buffers[key]
             rows = buffer.table[buffer.starts[number] : buffer.starts[number + 1]]
             if own:
@@ -131,13 +133,14 @@ class Prefilled:
 def plan(num_shards: int = 585_000) -> None:
     """What one of 64 x 8 ranks computes per round of an epoch of 5.85 billion samples."""
     with tempfile.TemporaryDirectory() as scratch:
-        write_index(Path(scratch), num_shards)
-        began = time.perf_counter()
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # its memory is not this process's
+            other.submit(write_index, Path(scratch), num_shards).result()
+        before, began = peak_mb(), time.perf_counter()
         index = open_index(scratch, check_files=False)
         source = IndexedSource(Source(path=scratch, name="laion"), index, Lengths(index, "synthetic"))
         sizes, memory = source.sizes, peak_mb()
         print(
-            f"{int(sizes.sum()):.3g} samples: opened in {time.perf_counter() - began:.2f} s, {memory:.0f} MB resident"
+            f"{int(sizes.sum()):.3g} samples: opened in {time.perf_counter() - began:.2f} s, {memory - before:.0f} MB"
         )
         config = StreamConfig(
             checkpoint="", max_seq_len=16384, max_patches=65536, global_batch_size=512, num_lanes=512,
@@ -165,7 +168,7 @@ def plan(num_shards: int = 585_000) -> None:
             if turn == 12:
                 break
         own, whole = (np.array(column) * 1e3 for column in zip(*per_round, strict=True))
-        print(f"first plan, which opens the order: {first * 1e3:.0f} ms, {peak_mb():.0f} MB resident")
+        print(f"first plan, which opens the order: {first * 1e3:.0f} ms, {peak_mb() - before:.0f} MB")
         print(
             f"per rank and round of {len(per_round)}: own lane {np.median(own):.1f} ms in a worker, "
             f"all batches of the round {np.median(whole - own):.1f} ms; worst {max(own):.1f} and {max(whole - own):.1f}"

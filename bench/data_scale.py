@@ -19,9 +19,12 @@ import pyarrow.parquet as pq
 from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.data.config import Source, StreamConfig
 from saccade.data.index import open_index
+from saccade.data.index_builder import write_entries
+from saccade.data.index_files import IndexLocation, ShardEntry
 from saccade.data.lengths import Lengths
 from saccade.data.order import EpochOrder
 from saccade.data.sources import IndexedSource
+from saccade.data.storage import StorageConfig
 
 NUM_SHARDS, SAMPLES = 10_000, 10_000
 
@@ -68,9 +71,9 @@ def write_index(folder: Path, num_shards: int = NUM_SHARDS) -> None:
                 os.link(target / f"{shard - shard % 50_000:05d}.parquet", target / f"{shard:05d}.parquet")
             else:
                 pq.write_table(table, target / f"{shard:05d}.parquet")
-    entry = {"bytes": 10**9, "num_samples": SAMPLES, "num_errors": 0}
-    entries = [{"name": f"{shard:05d}.tar", **entry} for shard in range(num_shards)]
-    (folder / "index" / "shards.json").write_text(json.dumps({"version": 1, "shards": entries}))
+    names = [f"{shard:05d}.tar" for shard in range(num_shards)]
+    entries = {name: ShardEntry(name, 410 << 20, SAMPLES, 0) for name in names}
+    write_entries(IndexLocation.of(str(folder), StorageConfig()), entries, keep_others=False)
 
 
 def first_batch() -> None:

@@ -15,7 +15,7 @@ buffer are 99 % full. Raise `packing_buffer_size` with `max_seq_len`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -49,10 +49,8 @@ class BatchOutline:
     """One global batch: where its sequences are."""
 
     number: int
-    buffers: list[BufferId]
-    """The packing buffer of each sequence."""
-    numbers: list[int]
-    """Number of each sequence in its packing buffer."""
+    parts: list[tuple[list[BufferId], RoundOrder]]
+    """Packing buffers of a round by lane, and the lanes and numbers of its sequences in this batch."""
     costs: Ints
     """Work of each sequence."""
     begun: list[list[BufferId]]
@@ -60,10 +58,20 @@ class BatchOutline:
     after: Position
     """The position of the next batch."""
 
-    @property
+    @cached_property
     def lanes(self) -> Ints:
         """The lane of each sequence."""
-        return np.array([buffer.lane for buffer in self.buffers], np.int64)
+        return np.concatenate([order.lanes for _, order in self.parts])
+
+    def places(self, chosen: Iterable[int]) -> list[tuple[BufferId, int]]:
+        """The packing buffer of each of these sequences, and its number there."""
+        ends, found = np.cumsum([len(order.lanes) for _, order in self.parts]), []
+        for sequence in chosen:
+            part = int(np.searchsorted(ends, sequence, side="right"))
+            buffers, order = self.parts[part]
+            at = sequence - int(ends[part]) + len(order.lanes)
+            found.append((buffers[int(order.lanes[at])], int(order.numbers[at])))
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,29 +102,27 @@ class _Pending:
     """The batch that is being filled."""
 
     def __init__(self) -> None:
-        self._buffers: list[BufferId] = []
-        self._numbers: list[int] = []
-        self._costs: list[Ints] = [np.zeros(0, np.int64)]
+        self._parts: list[tuple[list[BufferId], RoundOrder]] = []
+        self._costs: list[Ints] = []
+        self._length = 0
         self.begun: list[list[BufferId]] = []
 
     def __len__(self) -> int:
-        return len(self._buffers)
+        return self._length
 
     def begin(self, buffers: list[BufferId]) -> None:
         """Note that a round begins."""
         self.begun.append(buffers)
 
-    def add(self, buffers: list[BufferId], costs: list[BufferCosts], order: RoundOrder, begin: int, end: int) -> None:
-        """Add sequences begin .. end - 1 of a round."""
-        lanes, numbers = order.lanes[begin:end].tolist(), order.numbers[begin:end].tolist()
-        self._buffers += [buffers[lane] for lane in lanes]
-        self._numbers += numbers
-        found = [costs[lane].costs[number] for lane, number in zip(lanes, numbers, strict=True)]
-        self._costs.append(np.array(found, np.int64))
+    def add(self, buffers: list[BufferId], order: RoundOrder, costs: Ints) -> None:
+        """Add sequences of a round."""
+        self._parts.append((buffers, order))
+        self._costs.append(costs)
+        self._length += len(costs)
 
     def finish(self, number: int, after: Position) -> BatchOutline:
         """The batch."""
-        return BatchOutline(number, self._buffers, self._numbers, np.concatenate(self._costs), self.begun, after)
+        return BatchOutline(number, self._parts, np.concatenate(self._costs), self.begun, after)
 
 
 class BatchSampler:
@@ -146,11 +152,10 @@ class BatchSampler:
             return [buffers[key].costs for key in ids]
 
         for batch in self.outlines(position, costs_of):
-            places = zip(batch.buffers, batch.numbers, strict=True)
+            places = batch.places(range(len(batch.costs)))
             sequences = [buffers[key].sequence(number) for key, number in places]
             too_large = [sample for begun in batch.begun for key in begun for sample in buffers[key].too_large]
-            lanes = [key.lane for key in batch.buffers]
-            yield BatchSpec(batch.number, sequences, lanes, too_large, batch.after)
+            yield BatchSpec(batch.number, sequences, batch.lanes.tolist(), too_large, batch.after)
             for key in [key for key in buffers if key.round < batch.after.buffer]:
                 del buffers[key]
 
@@ -164,7 +169,10 @@ class BatchSampler:
         num_unfit = num_samples = 0
         for turn, buffers in self._rounds(here, costs_of):
             costs = costs_of(buffers)
-            order = round_order([len(each.costs) for each in costs])
+            counts = [len(each.costs) for each in costs]
+            order = round_order(counts)
+            work = np.concatenate([each.costs for each in costs])
+            work = work[(np.cumsum(counts) - counts)[order.lanes] + order.numbers]
             if skip == 0:
                 pending.begin(buffers)
             num_too_large = sum(each.num_too_large for each in costs)
@@ -176,7 +184,8 @@ class BatchSampler:
             at = skip
             while at < len(order.lanes):
                 taken = min(self.config.global_batch_size - len(pending), len(order.lanes) - at)
-                pending.add(buffers, costs, order, at, at + taken)
+                part = slice(at, at + taken)
+                pending.add(buffers, RoundOrder(order.lanes[part], order.numbers[part]), work[part])
                 at += taken
                 if len(pending) == self.config.global_batch_size:
                     is_last = at == len(order.lanes)

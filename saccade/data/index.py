@@ -22,11 +22,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from saccade.data import storage
-from saccade.data.index_builder import build_index, checksum
+from saccade.data.index_builder import build_index, checksum, open_table
 from saccade.data.index_files import VERSION, IndexLocation, ShardEntry, ShardProgress, parquet_name
 from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.sample import Sample
+from saccade.data.shard_table import Rows, ShardTable
 from saccade.data.shards import ShardFile, ShardPath, list_shards, read_range
 from saccade.data.storage import Region, StorageConfig, shown
 from saccade.errors import DataError, StorageError
@@ -80,16 +81,17 @@ def open_index(
         entries = location.entries_of(files)
     if changing := [file.name for file in files if file.name not in entries]:
         raise DataError(f"{shown(str(path))}: {', '.join(changing[:3])} changed while it was indexed. Open it again")
-    return ShardIndex(str(path), [(file, entries[file.name]) for file in files], location, config, trust=False)
+    table = ShardTable.of([entries[file.name] for file in files])
+    return ShardIndex(str(path), table, location, config, trust=False)
 
 
-def _trusted(where: ShardPath, location: IndexLocation) -> list[tuple[ShardFile, ShardEntry]]:
+def _trusted(where: ShardPath, location: IndexLocation) -> ShardTable:
+    if where.is_whole_folder and (table := open_table(location)) is not None:
+        return table
     entries = {entry.name: entry for entry in location.all_entries() if where.matches(entry.name)}
     if not entries or where.named() - entries.keys():
         raise DataError(f"{shown(where.folder)}: not indexed. Run saccade data index {shown(where.folder)}")
-    return [
-        (ShardFile(f"{where.folder}/{name}", name, entries[name].num_bytes), entries[name]) for name in sorted(entries)
-    ]
+    return ShardTable.of([entries[name] for name in sorted(entries)])
 
 
 class ShardIndex:
@@ -98,19 +100,17 @@ class ShardIndex:
     def __init__(
         self,
         path: str,
-        shards: Sequence[tuple[ShardFile, ShardEntry]],
+        table: ShardTable,
         location: IndexLocation,
         config: StorageConfig,
         *,
         trust: bool,
     ) -> None:
         self.path = path
-        self.files = [file for file, _ in shards]
-        self.entries = [entry for _, entry in shards]
-        self.shards = [entry.name for entry in self.entries]
-        self.sizes: Ints = np.array([entry.num_samples for entry in self.entries], dtype=np.int64)
+        self._table = table
+        self.sizes: Ints = table.num_samples
         """Samples of each shard, usable or not."""
-        self.num_bytes: Ints = np.array([entry.num_bytes for entry in self.entries], dtype=np.int64)
+        self.num_bytes: Ints = table.num_bytes
         """Bytes of each shard."""
         self._location, self._config, self._trust = location, config, trust
         self._shipped_decisions: str | None = None  # which ones: they are copied under a name of their own
@@ -119,11 +119,29 @@ class ShardIndex:
     def __len__(self) -> int:
         return int(self.sizes.sum())
 
-    @functools.cached_property
+    @property
+    def shards(self) -> Rows[str]:
+        """Names of the shards."""
+        return self._table.names
+
+    @property
+    def entries(self) -> Rows[ShardEntry]:
+        """The shards as the list of shards has them."""
+        return self._table.entries
+
+    @property
+    def files(self) -> Rows[ShardFile]:
+        """The tars."""
+        return Rows(len(self._table), self._file)
+
+    def _file(self, shard: int) -> ShardFile:
+        name = self.shards[shard]
+        return ShardFile(f"{self._location.shards}/{name}", name, int(self.num_bytes[shard]))
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the names, sizes and numbers of samples of the shards."""
-        lines = [f"{entry.name}\t{entry.num_bytes}\t{entry.num_samples}\n" for entry in self.entries]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        return self._table.fingerprint
 
     @property
     def folder(self) -> Path:
@@ -137,8 +155,7 @@ class ShardIndex:
 
     def only(self, shards: Sequence[int]) -> ShardIndex:
         """The index of some of the shards, in this order."""
-        chosen = [(self.files[shard], self.entries[shard]) for shard in shards]
-        return ShardIndex(self.path, chosen, self._location, self._config, trust=self._trust)
+        return ShardIndex(self.path, self._table.take(shards), self._location, self._config, trust=self._trust)
 
     @property
     def source(self) -> str:
@@ -148,12 +165,12 @@ class ShardIndex:
     @property
     def damaged(self) -> dict[str, str]:
         """Damaged or truncated shards, and where."""
-        return {entry.name: entry.damage for entry in self.entries if entry.damage}
+        return self._table.damaged()
 
     @property
     def lost_bytes(self) -> int:
         """Bytes that the damage made unreadable."""
-        return sum(entry.lost_bytes for entry in self.entries)
+        return self._table.lost_bytes
 
     def read(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of one shard in the order of the tar; all columns, or these."""
@@ -200,7 +217,7 @@ class ShardIndex:
         """Kept samples of each shard, from the counts in shards.json and the summary; no Parquet file is read."""
         summary = self.summary()
         if summary is None:
-            return np.array([entry.num_samples - entry.num_errors for entry in self.entries], dtype=np.int64)
+            return self.sizes - self._table.num_errors
         uncovered = [entry.name for entry in self.entries if summary["bytes"].get(entry.name) != entry.num_bytes]
         if uncovered:
             raise DataError(
@@ -229,7 +246,8 @@ class ShardIndex:
 
         `region`: the part of a remote shard with the sample whose chunks are cached; by default all of it.
         """
-        layout, file = self._layout(shard), self.files[shard]
+        layout = self._layout(shard)
+        file = layout.file
         key, (begin, end) = layout.keys[row].as_py(), layout.byte_range(row)
         read = functools.partial(self._read_parts, layout, row, file)
         try:
@@ -284,7 +302,7 @@ class ShardIndex:
 
     def _read_layout(self, shard: int) -> _Layout:
         name = parquet_name(self.shards[shard])
-        return _Layout.of(self._read_table(name, shard, _LAYOUT_COLUMNS, "saccade data index"))
+        return _Layout.of(self.files[shard], self._read_table(name, shard, _LAYOUT_COLUMNS, "saccade data index"))
 
     # ---------------------------------------------------------------- files and caches
 
@@ -338,6 +356,7 @@ _LAYOUT_COLUMNS = ("key", "names", "offsets", "sizes", "checksum", "source")
 class _Layout(NamedTuple):
     """Columns needed to read samples, as flat arrays."""
 
+    file: ShardFile
     keys: pa.StringArray
     starts: Ints
     names: list[str]
@@ -358,10 +377,11 @@ class _Layout(NamedTuple):
         return int(self.offsets[first]), int(self.offsets[after - 1] + self.sizes[after - 1])
 
     @staticmethod
-    def of(table: pa.Table) -> _Layout:
+    def of(file: ShardFile, table: pa.Table) -> _Layout:
         columns = {name: table[name].combine_chunks() for name in _LAYOUT_COLUMNS}
         names, sources = columns["names"].values.dictionary_encode(), columns["source"].dictionary_encode()
         return _Layout(
+            file=file,
             keys=columns["key"],
             starts=columns["offsets"].offsets.to_numpy().astype(np.int64),
             names=names.dictionary.to_pylist(),

@@ -9,7 +9,7 @@ indexed in parallel, and an interrupted build resumes shard by shard.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
+from saccade.data import storage
 from saccade.data.header import upright_size
 from saccade.data.index_files import (
     IndexLocation,
@@ -27,13 +28,17 @@ from saccade.data.index_files import (
 from saccade.data.jobs import Workers, run_jobs
 from saccade.data.parallel import in_processes, workers_for
 from saccade.data.sample import Sample, description, image_names, texts
+from saccade.data.shard_table import ShardTable
 from saccade.data.shards import ShardFile, ShardPath, list_shards, samples, window
-from saccade.data.storage import StorageConfig, shown
+from saccade.data.storage import StorageConfig, is_remote, shown
 from saccade.data.tar import Gap, Member
-from saccade.errors import DataError, ImageError
+from saccade.errors import DataError, ImageError, StorageError
+from saccade.files import atomic_write
 
 logger = logging.getLogger(__name__)
 _DEFAULT = StorageConfig()
+COLUMNS = "shards.arrow"
+"""The list of shards as columns, within the index."""
 
 SCHEMA = pa.schema(
     [
@@ -101,7 +106,7 @@ def build_index(
         if on_progress:
             on_progress(done)
     if stale:
-        location.write_entries(entries, keep_others=not where.is_whole_folder)
+        write_entries(location, entries, keep_others=not where.is_whole_folder)
     return IndexReport(
         num_shards=len(files),
         num_scanned=num_scanned,
@@ -111,6 +116,42 @@ def build_index(
         damaged={entry.name: entry.damage for entry in entries.values() if entry.damage},
         lost_bytes=sum(entry.lost_bytes for entry in entries.values()),
     )
+
+
+# ------------------------------------------------------------------ the list of shards
+
+
+def write_entries(location: IndexLocation, entries: Mapping[str, ShardEntry], *, keep_others: bool) -> None:
+    """Write the list of shards, and the same as columns."""
+    listed, num_bytes = location.write_entries(entries, keep_others=keep_others)
+    location.written.write(COLUMNS, ShardTable.of(listed).to_bytes(num_bytes))
+
+
+def open_table(location: IndexLocation) -> ShardTable | None:
+    """The list of shards as columns, if it is up to date. One on a URL is copied into the folder of the cache."""
+    own, shipped = location.folder / "shards.json", location.shipped
+    if shipped is None or not is_remote(shipped):
+        folder = location.folder if shipped is None else Path(shipped)
+        listed = folder / "shards.json"
+        if (shipped is not None and own.exists()) or not listed.exists():
+            return None
+        return ShardTable.open(folder / COLUMNS, listed.stat().st_size)
+    if own.exists():
+        return None
+    try:
+        num_bytes = storage.storage(location.config).num_bytes(f"{shipped}/shards.json")
+    except StorageError:
+        return None
+    copy = location.folder / f"shards-{num_bytes}.arrow"
+    if (table := ShardTable.open(copy, num_bytes)) is None:
+        content = location.read_shipped(COLUMNS)
+        if content is None:
+            return None
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(copy) as temporary:
+            temporary.write_bytes(content)
+        table = ShardTable.open(copy, num_bytes)
+    return table
 
 
 # ------------------------------------------------------------------ one shard

@@ -157,15 +157,18 @@ class IndexLocation:
     def _shipped_entries(self) -> list[ShardEntry]:
         return _entries(self.read_shipped("shards.json"), shown(f"{self.shipped}/shards.json"))
 
-    def write_entries(self, entries: Mapping[str, ShardEntry], *, keep_others: bool) -> None:
-        """Write shards.json, sorted by name."""
+    def write_entries(self, entries: Mapping[str, ShardEntry], *, keep_others: bool) -> tuple[list[ShardEntry], int]:
+        """Write shards.json, sorted by name; returns its entries and its size."""
         others = {entry.name: entry for entry in self.all_entries()} if keep_others else {}
-        listed = [entry.to_json() for _, entry in sorted((others | dict(entries)).items())]
-        self.write_json("shards.json", {"version": VERSION, "shards": listed})
+        listed = [entry for _, entry in sorted((others | dict(entries)).items())]
+        content = {"version": VERSION, "shards": [entry.to_json() for entry in listed]}
+        return listed, self.write_json("shards.json", content)
 
-    def write_json(self, relative: str, content: object) -> None:
-        """Write a JSON file."""
-        self.written.write(relative, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    def write_json(self, relative: str, content: object) -> int:
+        """Write a JSON file; returns its size."""
+        data = (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+        self.written.write(relative, data)
+        return len(data)
 
     def write_table(self, relative: str, table: pa.Table, note: Mapping[str, Any]) -> None:
         """Write a Parquet file, with a note of what it describes."""

@@ -62,6 +62,7 @@ def open_stream(
     state: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
     exchange: Exchange | None = None,
+    check_files: bool = True,
     **options: Any,
 ) -> Stream:
     """Open a stream of packed batches, tokenised and preprocessed for the model in `checkpoint`.
@@ -80,6 +81,9 @@ def open_stream(
     With `num_lanes` each rank plans its own lanes and gets those of others through `exchange`, a store that all ranks
     of the job reach; without one every rank plans all lanes.
 
+    With `check_files` False the shards are not listed, because another process of the job has listed them; compare the
+    streams' `fingerprint`.
+
     On first use the index and the lengths of a folder are built by `num_workers` processes: open the stream on one rank
     before the others, or run `saccade data measure` before the job.
     """
@@ -91,6 +95,7 @@ def open_stream(
         num_workers=max(config.num_workers, 1),
         on_progress=on_progress,
         storage=config.storage,
+        check_files=check_files,
     )
     stream = Stream(sources, config, state, exchange)
     if config.rank == 0:
@@ -111,6 +116,8 @@ class Stream:
     ) -> None:
         self.sources, self.config = sources, config
         sampler = BatchSampler(sources, config)
+        self.fingerprint = sampler.fingerprint
+        """Equal for streams with the same samples in the same order."""
         position = Position() if state is None else sampler.restore(state)
         self._state = sampler.save(position)
         self._bad_samples = BadSampleLog(config.max_bad_share, config.bad_log)

@@ -117,7 +117,7 @@ class EpochOrder:
             raise ValueError(f"window_shards is {window_shards}; a window has at least one shard")
         sizes = np.asarray(shard_sizes)
         shards = Permutation(len(sizes), key_of("shards", seed, epoch, source))
-        self._shards = shards(np.arange(len(sizes))).astype(np.int32)
+        self._shards = shards.whole()
         self._starts = np.zeros(len(sizes) + 1, np.int64)  # first position of each permuted shard, and the end
         np.cumsum(sizes[self._shards], out=self._starts[1:])
         self._window_starts = _window_starts(self._starts, window_shards, num_lanes)
@@ -174,6 +174,14 @@ class Permutation:
         for begin in range(0, len(flat), _CHUNK):
             part = slice(begin, begin + _CHUNK)
             mapped[part] = _permute(flat[part], self._size, self._key)
+        return mapped
+
+    def whole(self) -> npt.NDArray[np.int32]:
+        """The values at all positions of a permutation of less than 2^31."""
+        mapped = np.empty(len(self), np.int32)
+        for begin in range(0, len(self), _CHUNK):
+            positions = np.arange(begin, min(begin + _CHUNK, len(self)))
+            mapped[begin : begin + _CHUNK] = _permute(positions, self._size, self._key)
         return mapped
 
 

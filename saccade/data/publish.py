@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from saccade.data.index import ShardIndex
-from saccade.data.index_builder import index_shard, write_unreadable
+from saccade.data.index_builder import index_shard, write_entries, write_unreadable
 from saccade.data.index_files import IndexLocation, ShardEntry, ShardProgress
 from saccade.data.jobs import Workers, run_jobs
 from saccade.data.lengths import Measurer, lengths_folder, measure_shard
+from saccade.data.shard_table import ShardTable
 from saccade.data.shards import ShardFile, ShardPath, list_shards
 from saccade.data.storage import StorageConfig, is_remote, shown
 from saccade.errors import DataError
@@ -82,7 +83,7 @@ def publish(
             quarantined[name] = outcome.error or ""
             logger.warning("%s/%s is left out: %s", shown(where.folder), name, outcome.error)
             entries[name] = write_unreadable(location, outcome.job, outcome.error or "")
-            _add(work, outcome.job, entries[name])
+            _add(work, entries[name])
         elif outcome.result is None:
             raise DataError(f"{outcome.error}. Finished shards are kept: run the command again")
         else:
@@ -91,7 +92,7 @@ def publish(
         done = done.plus(entries[name])
         if on_progress:
             on_progress(done)
-    location.write_entries(entries, keep_others=False)
+    write_entries(location, entries, keep_others=False)
     num_errors = sum(entry.num_errors for entry in entries.values())
     url = shown(location.written.url)
     return PublishReport(url, len(files), num_read, done.num_samples, num_errors, done.num_bytes, quarantined)
@@ -100,13 +101,13 @@ def publish(
 def _publish_shard(work: _Pass, file: ShardFile) -> tuple[ShardEntry, bool]:
     """Write all files of a shard that are not there yet; returns whether it was read."""
     entry, is_indexed = index_shard(work.location, file)
-    return entry, _add(work, file, entry) or is_indexed
+    return entry, _add(work, entry) or is_indexed
 
 
-def _add(work: _Pass, file: ShardFile, entry: ShardEntry) -> bool:
+def _add(work: _Pass, entry: ShardEntry) -> bool:
     """Write lengths and features of an indexed shard; returns whether any were missing."""
     location = work.location
-    index = ShardIndex(location.shards, [(file, entry)], location, location.config, trust=False)
+    index = ShardIndex(location.shards, ShardTable.of([entry]), location, location.config, trust=False)
     measured = [measure_shard(index, each, lengths_folder(each.fingerprint), 0) for each in work.measurers]
     if work.has_features:
         from saccade.data.curate.features import is_measured, write_features

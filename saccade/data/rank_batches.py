@@ -105,9 +105,8 @@ class RankBatches:
         lanes = outline.lanes
         nodes = self._owners.nodes_of(lanes)
         chosen = self._owners.assign(nodes, outline.costs, self._node)[self._rank - self._members.start]
-        keys = [(outline.buffers[i], outline.numbers[i]) for i in chosen.tolist()]
         own = self._owners.is_own(lanes[chosen], self._node).tolist()
-        sequences = [self._buffer(key).sequence(number) for key, number in keys]
+        sequences = [self._buffer(key).sequence(number) for key, number in outline.places(chosen.tolist())]
         return RankBatch(outline.number, sequences, own, len(lanes), self._too_large(outline.begun), outline.after)
 
     @property

@@ -196,8 +196,12 @@ def open_sources(
     num_workers: int | None = None,
     on_progress: OnProgress | None = None,
     storage: StorageConfig | None = None,
+    check_files: bool = True,
 ) -> list[IndexedSource]:
     """Open sources for a checkpoint; a missing index and missing lengths are built, which may be done ahead of a job.
+
+    With `check_files` False nothing is listed or built: another process of the job has done so. Where this machine does
+    not see what it built, sources are opened as usual.
 
     `num_workers` None is one process per core for large folders. Several machines may measure the same folder at once:
     each takes the shards that are not measured yet.
@@ -205,9 +209,28 @@ def open_sources(
     several = [shards] if isinstance(shards, str | Path | Source) else shards
     configs = [one if isinstance(one, Source) else Source(path=one) for one in several]
     config = storage or StorageConfig()
+    measurers = [Measurer(str(checkpoint), one.rules, pairs) for one in configs]
+    if not check_files and (trusted := _open_trusted(configs, measurers, config)) is not None:
+        return trusted
     return [
-        _open(one, Measurer(str(checkpoint), one.rules, pairs), num_workers, on_progress, config) for one in configs
+        _open(one, measurer, num_workers, on_progress, config) for one, measurer in zip(configs, measurers, strict=True)
     ]
+
+
+def _open_trusted(
+    configs: Sequence[Source], measurers: Sequence[Measurer], storage: StorageConfig
+) -> list[IndexedSource] | None:
+    """Sources whose index and lengths were built and checked elsewhere; None if any is not seen here."""
+    sources = []
+    for config, measurer in zip(configs, measurers, strict=True):
+        try:
+            index = open_index(config.path, build=False, check_files=False, config=storage)
+            lengths = Lengths(index, measurer.fingerprint)
+            lengths.of_shard(len(index.shards) - 1)
+        except DataError:
+            return None
+        sources.append(IndexedSource(config, index, lengths))
+    return sources
 
 
 def _open(

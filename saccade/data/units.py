@@ -20,6 +20,8 @@ from saccade.data.order import Ints
 MAX_UNIT_BYTES = 128 << 20
 """Maximum bytes of a unit whose samples are of one size: large enough for fast requests, small enough to shuffle."""
 
+_CHUNK = 1 << 16
+
 
 class UnitRows(NamedTuple):
     """Samples of units: arrays with one entry per unit."""
@@ -56,11 +58,12 @@ class Units:
         shards = np.searchsorted(self._starts, flat, side="right") - 1
         return UnitRows(shards, *self._rows(shards, flat))
 
-    def sizes(self) -> Ints:
+    def sizes(self) -> npt.NDArray[np.int32]:
         """Number of samples of every unit."""
-        num_parts = np.diff(self._starts)
-        shards = np.repeat(np.arange(len(num_parts)), num_parts)
-        return self._rows(shards, np.arange(len(self)))[1]
+        sizes = np.empty(len(self), np.int32)
+        for begin in range(0, len(self), _CHUNK):
+            sizes[begin : begin + _CHUNK] = self.rows(np.arange(begin, min(begin + _CHUNK, len(self)))).counts
+        return sizes
 
     def of_samples(self, shards: npt.ArrayLike, kept_rows: npt.ArrayLike) -> Ints:
         """The unit of each of these samples."""

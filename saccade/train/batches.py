@@ -45,6 +45,7 @@ def open_stage_stream(
     context: ContextGroup = ONE_RANK,
     ranks_per_node: int | None = None,
     exchange: Exchange | None = None,
+    check_files: bool = True,
 ) -> Stream:
     """This rank's data stream of a stage, from `state` on. Ranks are those of the data; see `open_stream`."""
     data = stage.data
@@ -67,6 +68,7 @@ def open_stage_stream(
         num_context_ranks=context.num_ranks,
         ranks_per_node=ranks_per_node,
         exchange=exchange,
+        check_files=check_files,
         state=state,
         resize=data.resize,
         augment=data.augment,

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import platform
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -17,9 +18,8 @@ import torch
 
 from saccade import __version__, errors
 from saccade.config import encode, load_config, write_config
-from saccade.data.index import open_index
 from saccade.data.loader import Stream
-from saccade.errors import ConfigError, UserError
+from saccade.errors import ConfigError, DataError, UserError
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_stages
 from saccade.train.config import TrainConfig, changed_keys
@@ -239,7 +239,7 @@ def _run_stage(
             due=due,
             world=world,
             stop_requested=stop_requested,
-            num_samples=_num_samples(stage),
+            num_samples=_num_samples(stage, stream),
         ).run()
 
 
@@ -258,7 +258,7 @@ def _open_data(
 ) -> Stream:
     """This rank's data stream, resumed. The main rank opens it first, because it builds a missing index."""
 
-    def open_stream() -> Stream:
+    def open_stream(*, check_files: bool) -> Stream:
         return open_stage_stream(
             config,
             stage,
@@ -268,17 +268,32 @@ def _open_data(
             context=context,
             ranks_per_node=world.data_ranks_per_node,
             exchange=world.open_store(),
+            check_files=check_files,
         )
 
-    if world.is_main:
-        stream = open_stream()
+    stream = open_stream(check_files=True) if world.is_main else None
     world.barrier(timeout_s=INDEX_TIMEOUT_S)
-    return stream if world.is_main else open_stream()
+    fingerprint = world.broadcast(stream.fingerprint if stream else None)
+    return stream or _open_same(open_stream, fingerprint)
 
 
-def _num_samples(stage: StageConfig) -> int | None:
+def _open_same(open_stream: Callable[..., Stream], fingerprint: str) -> Stream:
+    """A stream with the data of the main rank: without listing the shards, if this machine sees its index."""
+    with contextlib.suppress(DataError):
+        stream = open_stream(check_files=False)
+        if stream.fingerprint == fingerprint:
+            return stream
+        stream.close()
+    stream = open_stream(check_files=True)
+    if stream.fingerprint != fingerprint:
+        stream.close()
+        raise DataError(
+            f"host {socket.gethostname()} sees other shards, index or lengths than the first rank. Use paths or URLs "
+            "that are the same folder on every machine; remove an old index from the cache folder"
+        )
+    return stream
+
+
+def _num_samples(stage: StageConfig, stream: Stream) -> int | None:
     """Number of samples of a stage whose length is given in epochs."""
-    if stage.epochs is None:
-        return None
-    indexes = [open_index(source.path, config=stage.data.storage) for source in stage.data.sources]
-    return stage.epochs * int(sum(index.kept_sizes.sum() for index in indexes))
+    return None if stage.epochs is None else stage.epochs * sum(int(one.sizes.sum()) for one in stream.sources)

@@ -91,6 +91,44 @@ def test_one_pass_publishes_what_another_machine_needs_to_start(tmp_path, bucket
     assert tar_requests(faults) == []
 
 
+def test_another_rank_opens_the_columns_without_listing_and_sees_the_same(tmp_path, bucket, checkpoint):
+    url, _, faults = bucket
+    publish(url, [Measurer(str(checkpoint), TextRules())], num_workers=1, config=config(tmp_path, "first"))
+    options = {"checkpoint": checkpoint, "max_seq_len": 1024, "num_workers": 0, "num_epochs": 1}
+    first = open_stream(url, storage=config(tmp_path, "second"), **options)
+    faults.requests.clear()
+    other = open_stream(url, storage=config(tmp_path, "third"), check_files=False, **options)
+    listings = [line for line in faults.requests if "list-type" in line and "max-keys=1&" not in line]
+    assert listings == [], "the others ask whether a missing file is a folder"
+    assert other.fingerprint == first.fingerprint
+    assert list((tmp_path / "third").rglob("shards-*.arrow")), "a copy that the processes of this node map"
+    assert ids_of(other) == ids_of(first)
+
+
+def test_columns_of_another_list_of_shards_are_not_used(tmp_path):
+    folder = make_shards(tmp_path / "set", 3, 2)
+    entries = list(open_index(folder).entries)
+    assert list(open_index(folder, check_files=False).entries) == entries
+    listed = folder / "index" / "shards.json"
+    content = json.loads(listed.read_text())
+    content["shards"] = content["shards"][:2]
+    listed.write_text(json.dumps(content))
+    again = open_index(folder, check_files=False)
+    assert (list(again.entries), list(again.shards)) == (entries[:2], ["00000.tar", "00001.tar"])
+    (folder / "index" / "shards.arrow").write_bytes(b"damaged")
+    assert len(open_index(folder, check_files=False).shards) == 2
+    index = open_index(folder)
+    assert index.fingerprint == open_index(folder, check_files=False).fingerprint
+    assert index.only([2, 0]).shards[0] == "00002.tar"
+    assert [file.num_bytes for file in index.files[1:]] == index.num_bytes[1:].tolist()
+
+
+def test_a_stream_opened_without_listing_is_built_where_nothing_is_there(tmp_path, checkpoint):
+    folder = make_shards(tmp_path / "set", 2, 3)
+    stream = open_stream(folder, checkpoint=checkpoint, max_seq_len=512, num_workers=0, num_epochs=1, check_files=False)
+    assert len(ids_of(stream)) == 6
+
+
 def test_a_new_processor_adds_its_lengths_and_a_new_shard_is_added(tmp_path, bucket, checkpoint):
     import s3fs
 
