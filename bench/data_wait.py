@@ -26,7 +26,6 @@ from saccade.data.sources import open_sources
 from saccade.data.storage import StorageConfig
 from saccade.model.initialize import initialize_random, named_size
 
-
 WARM_UP = 3
 """Batches that are not counted."""
 
