@@ -126,7 +126,7 @@ class SequenceShare:
         owner, slot = np.zeros((2, whole.num_tokens), np.int64)
         for number, share in enumerate(self._shares):
             owner[share.tokens], slot[share.tokens] = number, np.arange(share.num_tokens)
-        rounds, row_starts = _rounds(self._mine.rounds, whole.num_tokens)
+        rounds, row_starts = _rounds(self._mine.rounds)
         image_tokens = whole.image_token_index.numpy()
         receiver_of_token, encoder_of_token = owner[image_tokens], self._encoder_of_token
         receivers = receiver_of_token[encoder_of_token == rank]
@@ -155,24 +155,25 @@ class SequenceShare:
         )
 
 
-def _rounds(rounds: Sequence[Sequence[Piece]], num_tokens: int) -> tuple[tuple[Round, ...], Tensor]:
+def _rounds(rounds: Sequence[Sequence[Piece]]) -> tuple[tuple[Round, ...], Tensor]:
     """The calls of packed attention, and the cumulative lengths of their rows."""
     made: list[Round] = []
     parts: list[Ints] = []
     begin = length = 0
     for pieces in rounds:
-        queries, keys = _rows(pieces, num_tokens)
+        queries, keys = _rows(pieces)
         starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
         parts += [np.pad(one, (0, -len(one) % _ALIGNED)) for one in starts]
         half, end = len(parts[-1]), begin + sum(queries)
-        made.append(Round(begin, end, length, length + half, len(queries), max(queries), max(keys)))
+        of_keys = (pieces[0].segment, pieces[-1].end)
+        made.append(Round(begin, end, *of_keys, length, length + half, len(queries), max(queries), max(keys)))
         begin, length = end, length + 2 * half
     return tuple(made), torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
 
-def _rows(pieces: Sequence[Piece], num_tokens: int) -> tuple[list[int], list[int]]:
+def _rows(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
     """Lengths of the rows of a round in queries and in keys; rows without queries have the keys between pieces."""
-    queries, keys, reached = [], [], 0
+    queries, keys, reached = [], [], pieces[0].segment
     for piece in pieces:
         if piece.segment > reached:
             queries.append(0)
@@ -180,7 +181,4 @@ def _rows(pieces: Sequence[Piece], num_tokens: int) -> tuple[list[int], list[int
         queries.append(piece.end - piece.start)
         keys.append(piece.end - piece.segment)
         reached = piece.end
-    if reached < num_tokens:
-        queries.append(0)
-        keys.append(num_tokens - reached)
     return queries, keys
