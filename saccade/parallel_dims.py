@@ -65,7 +65,7 @@ class ParallelDims:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Where a rank is on every axis."""
+        """Return the coordinate of a rank on every axis."""
         found: dict[Axis, int] = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))

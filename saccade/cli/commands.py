@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _path_remedy(error: OSError) -> str | None:
-    """What to do about a full disk, or a path that cannot be read or written; None for other errors of the system."""
+    """Advise about a full disk, or a path that cannot be read or written; None for other errors of the system."""
     path = error.filename2 or error.filename
     where = "" if path is None else f"{path}: "
     if error.errno in _NO_SPACE:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CalibrationKind(StrEnum):
-    """What calibration samples consist of."""
+    """The contents of calibration samples."""
 
     IMAGES = "images"
     TEXT = "text"
@@ -213,7 +213,7 @@ def _scheme(
     samples: "CalibrationConfig | None",
     device: str,
 ) -> tuple["Scheme", "PickedScheme | None"]:
-    """The named scheme, or the one that is picked."""
+    """The scheme that is named, or a mixed one picked by sensitivity."""
     if name is not None:
         from saccade.compress.scheme import load_scheme
 
@@ -248,7 +248,7 @@ def _scheme(
 
 
 def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None, *, is_picked: bool = False) -> str | None:
-    """What is wrong with the result; None: nothing, or no bound was stated."""
+    """Say which bound the result exceeds; None if it exceeds none."""
     if bound is None or fidelity is None or fidelity.perplexity_increase <= bound:
         return None
     remedy = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PruningKind(StrEnum):
-    """What is removed."""
+    """The units that pruning removes."""
 
     STRUCTURED = "structured"
     UNSTRUCTURED = "unstructured"

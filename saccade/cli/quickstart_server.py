@@ -104,7 +104,7 @@ def _ask(url: str, image: Path, question: str) -> str:
 
 
 def next_steps(checkpoint: Path, image: Path, question: str) -> list[str]:
-    """What to do next: commands to paste, each with a comment."""
+    """Commands to run next, each with a comment."""
     folder = shlex.quote(str(checkpoint))
     return [
         "next:",

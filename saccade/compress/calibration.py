@@ -65,7 +65,7 @@ class CalibrationConfig:
 
 
 class NoSamplesLeftError(DataError):
-    """Shards with no samples beyond those that calibration draws."""
+    """Calibration draws all samples of the shards, so none are left to compare on."""
 
 
 def load_batches(
@@ -106,7 +106,7 @@ def fingerprint(config: CalibrationConfig) -> str:
 
 
 def _draw(config: CalibrationConfig, processor: Processor) -> Iterator[ModelInputs]:
-    """Usable samples. Those that cannot be read or are too long are left out and counted."""
+    """Draw usable samples. Those that cannot be read or are too long are left out and counted."""
     rules, num_bad = TextRules(), 0
     for index, shard, row in _in_turn(config):
         try:

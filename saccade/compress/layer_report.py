@@ -28,7 +28,7 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressReport:
-    """What was done."""
+    """The result of compressing a model, layer by layer."""
 
     scheme: str
     """Name of the scheme."""

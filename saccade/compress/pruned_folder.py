@@ -33,7 +33,7 @@ BLOCKS: dict[Part, str] = {"vision": "vision.blocks", "language": "language.laye
 
 @dataclass
 class PartPlan:
-    """What stays of a part."""
+    """The layers, heads and channels that a part keeps."""
 
     layers: list[int]
     """Numbers of the layers, ascending."""

@@ -67,7 +67,7 @@ _CHANNEL_MULTIPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig:
-    """What is removed from a model."""
+    """The units to remove from a model, and how many."""
 
     keep: float = 0.7
     """Share of the model's parameters that stays; of masks, share of the weights of each layer."""
@@ -91,7 +91,7 @@ class PruningConfig:
 
 @dataclass
 class PruningReport:
-    """What pruning did."""
+    """The result of pruning a model."""
 
     kind: Kind
     parameters_before: int = 0
@@ -209,7 +209,7 @@ def _share_of_layers(model: VLM, config: PruningConfig) -> float:
 
 
 def _plan_part(model: VLM, part: Part, batches: Sequence[ModelInputs], config: PruningConfig, keep: float) -> PartPlan:
-    """What stays of a part so that it keeps the share `keep` of its parameters."""
+    """Choose the units that a part keeps, the share `keep` of its parameters."""
     blocks = list(model.get_submodule(BLOCKS[part]))  # type: ignore[call-overload]
     names = {i: block_layers(model, f"{BLOCKS[part]}.{i}", block) for i, block in enumerate(blocks)}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
@@ -243,7 +243,10 @@ def _kept_layers(
     *,
     can_round_up: bool,
 ) -> list[int]:
-    """Layers without which the loss is highest. With other units to remove, a layer goes only if all of it may."""
+    """Choose the layers to keep: those whose removal raises the loss most.
+
+    With other units to remove, a layer goes only if all of it may.
+    """
     exact = keep * len(blocks)
     count = math.ceil(exact) if can_round_up else round(exact)
     vision = model.config.vision

@@ -115,7 +115,7 @@ def text_table(rows: Sequence[ModelRow]) -> list[str]:
 
 
 def summary(report: CompressReport) -> list[str]:
-    """What was done, in a few lines."""
+    """Summarize the result in a few lines."""
     before, after = _size(report.bytes_before), _size(report.bytes_after)
     lines = [f"{report.scheme}: {before} to {after} ({report.ratio:.1%}), {len(report.layers)} projections compressed"]
     lines += [f"kept: {', '.join(report.kept)}"] if report.kept else []

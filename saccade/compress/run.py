@@ -100,7 +100,7 @@ class _Run:
         """Parts of the model that calibration samples have reached."""
 
     def _settings(self) -> dict[str, Any]:
-        """What decides the result: a run continues only with the same."""
+        """The settings that determine the result: a run continues only with equal ones."""
         files = sorted(set(self.original.files.values()))
         stat = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
         return {
@@ -302,7 +302,7 @@ def _note(
     statistics: InputStatistics | None,
     runner: BlockRunner | None,
 ) -> str:
-    """What differs from the scheme, whose rule is `stated`."""
+    """Describe how a layer differs from the scheme, whose rule is `stated`."""
     notes = []
     wanted = rule.group_size or 128
     if stated is not None and stated.form != rule.form:

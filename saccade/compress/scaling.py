@@ -33,7 +33,7 @@ Smaller gains are chance: the error is measured on a few rows."""
 
 @dataclass
 class Scales:
-    """What the weights of a block were multiplied with, by projection."""
+    """Factors that the weights of a block were multiplied with, by projection."""
 
     inputs: dict[str, Tensor]
     """[D]: scales of inputs."""

@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """What every form of every group costs."""
+    """The loss that every form of every group of layers costs."""
 
     candidates: dict[str, list[Candidate]]
     """Candidates by group, in the order of the model; the first keeps it."""
@@ -133,7 +133,7 @@ def _groups(original: Original) -> dict[str, list[str]]:
 
 
 def _rules(original: Original, group: str, methods: Mapping[Form, Method]) -> list[Rule]:
-    """What is tried for a group."""
+    """The forms that are tried for a group."""
     rules = [_rule(group, form, methods[form], group_size) for form, group_size in CANDIDATES]
     return [rule for rule in rules if original.can_store(rule)]
 

@@ -42,7 +42,7 @@ _NEEDED = ("saccade", "daft", "numpy", "pyarrow", "xxhash", "PIL", "simplejpeg",
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Where jobs run."""
+    """The processes that run jobs: children of this one, or tasks on Ray."""
 
     num_workers: int | None = None
     """Processes; None is one per core. One worker on this machine is this process."""
@@ -197,7 +197,7 @@ def _check_machines(ray_address: str) -> None:
     pinned = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
 
     def import_needed(needed: tuple[str, ...]) -> str:
-        """What is absent; pickled by value, since the machine may not have this module."""
+        """Return the name of what cannot be imported. Pickled by value, since the machine may not have this module."""
         import importlib
 
         for name in needed:

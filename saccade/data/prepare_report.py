@@ -147,7 +147,7 @@ class PrepareReport:
 
     @property
     def origin(self) -> Any:
-        """What determines the contents of the shards: a run resumes only with the same."""
+        """The settings that determine the contents of the shards: a run resumes only with equal ones."""
         settings = {name: self.settings[name] for name in _CONTENT_OPTIONS}
         return settings, [(entry.name, entry.kind, entry.path, entry.details) for entry in self.inputs]
 

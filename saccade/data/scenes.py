@@ -68,7 +68,7 @@ def choose_things(rng: random.Random, *, held_out: bool) -> list[Thing]:
 
 
 def caption(things: list[Thing]) -> str:
-    """What the scene shows, by the alphabet: "a blue ring and a red square"."""
+    """Describe the scene, its objects in alphabetical order: "a blue ring and a red square"."""
     return " and ".join(sorted(f"{'an' if one.colour[0] in 'aeiou' else 'a'} {one}" for one in things))
 
 

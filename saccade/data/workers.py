@@ -193,7 +193,7 @@ class CollatorPool:
 
     @property
     def storage_counters(self) -> StorageCounters:
-        """What the workers have read of remote files."""
+        """Counters of the remote files that the workers have read."""
         total = StorageCounters()
         for channel in self._channels:
             total = total.plus(channel.storage)

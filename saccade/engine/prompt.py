@@ -40,7 +40,7 @@ class PromptImage:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSources:
-    """What a prompt was made of, so that another engine can make it again."""
+    """The inputs of a prompt, from which another engine can make it again."""
 
     token_ids: list[int]
     """Token ids with one placeholder per image and video."""

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 NUM_RESAMPLES = 2000
 _CHUNK_ELEMENTS = 2**22
+_SMALLEST_DIFFERENCE = 1e-5
+"""Smaller differences of two scores are not significant: BLEU without any match is up to 1e-6 instead of 0."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def paired_difference(
         for weights in _resamples(len(ours), seed, num_resamples)
     ]
     low, high = np.quantile(np.concatenate(resampled), [0.025, 0.975])
+    if abs(observed) < _SMALLEST_DIFFERENCE:
+        return Difference(observed, float(low), float(high), 1.0)
     num_extreme = 0
     for swaps in _swaps(len(ours), seed + 1, num_resamples):
         moved = swaps @ (theirs - ours)

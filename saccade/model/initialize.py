@@ -289,7 +289,10 @@ def _fit_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Zero for biases, one for norms, else normal with standard deviation 0.02, from the seed and the name alone."""
+    """Return zeros for biases, ones for norms, else normal values of standard deviation 0.02.
+
+    They depend on the seed and the name alone.
+    """
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:

@@ -45,7 +45,7 @@ _INT4_BYTES = 0.5 + 2 / 128
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What a plan needs to know of a model."""
+    """The sizes of a model that a plan computes with."""
 
     name: str
     """Name in the report."""

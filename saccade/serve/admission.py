@@ -74,7 +74,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a request needs of each stage."""
+    """The resources that a request needs of each stage."""
 
     num_completions: int
     """Sequences that the engine generates."""

@@ -23,7 +23,7 @@ class EngineOwner(Protocol):
 
     @property
     def state(self) -> State:
-        """What can be done now; requests are served if it is `ready`."""
+        """The state of the engine; requests are served if it is `ready`."""
 
     @property
     def engine(self) -> Engine:

@@ -22,7 +22,7 @@ from saccade.serve.service import Service
 
 
 class Chosen(NamedTuple):
-    """What answers a request."""
+    """The model, version and adapter that answer a request."""
 
     service: Service
     """The model, or a version of it."""
@@ -51,7 +51,7 @@ class Models(ABC):
 
     @property
     def state(self) -> State:
-        """What the server can do now: `ready` if any model is."""
+        """The state of the server: `ready` if any model is."""
         states: list[State] = [service.owner.state for service in self.services] or ["loading"]
         return "ready" if "ready" in states else states[0]
 

@@ -24,7 +24,7 @@ from saccade.serve.keys import ApiKey
 
 @dataclass(frozen=True, kw_only=True)
 class Consumption:
-    """What requests of one API key took from its limits."""
+    """Requests and tokens of one API key that count against its limits."""
 
     requests: int = 0
     """Requests."""

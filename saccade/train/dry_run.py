@@ -165,7 +165,10 @@ def dry_batch(model: VLM, size: MicroBatchSize) -> DryBatch:
 
 
 def image_grids(model: VLM, num_patches: int) -> list[Grid]:
-    """Square images of about so many patches in total: as many as fit of `_IMAGE_PATCHES`, the rest smaller."""
+    """Return grids of square images that have about `num_patches` patches in total.
+
+    As many of `_IMAGE_PATCHES` as fit, then smaller ones.
+    """
     grids: list[Grid] = []
     largest = _IMAGE_PATCHES
     while num_patches > 0:

@@ -19,7 +19,7 @@ from saccade.train.run_config import GuardConfig
 
 
 class Action(Enum):
-    """What the training loop does with a step."""
+    """The training loop's decision about a step."""
 
     ACCEPT = "accept"
     SKIP = "skip"

@@ -102,6 +102,16 @@ def test_without_a_difference_p_values_are_uniform():
     assert 0.4 < np.mean(p_values) < 0.6
 
 
+def test_scores_that_are_0_but_for_a_constant_of_the_metric_do_not_differ():
+    references = [["a", "red", "ring", "on", "a", "table"]] * 20
+    one, other = (
+        Metric(np.array([bleu_counts(answer, [reference]) for reference in references]), lambda sums: bleu(sums, 4))
+        for answer in (["x", "y"], ["x"])
+    )
+    assert one.value != other.value
+    assert paired_difference(one, other, names(20)).p_value == 1.0
+
+
 def test_equal_answers_have_no_difference():
     same = mean_metric([1.0, 0.0, 1.0])
     found = paired_difference(same, same, names(3))

@@ -59,7 +59,7 @@ def evaluation_config(
 
 
 def _benchmark(name: str, path: str | None, published: "Published") -> str:
-    """Where a benchmark is: a path, the folder of its name in a folder of several, or the hub's cache."""
+    """Find a benchmark: at a path, in the folder of its name among several, or in the hub's cache."""
     from saccade.cli.hub import dataset_folder, is_hub_name
 
     if path is not None and (Path(path) / name).is_dir():

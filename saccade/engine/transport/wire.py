@@ -127,7 +127,7 @@ def _encode(plain: Any) -> bytes:
 
 
 def _decode(message: bytes, read: Callable[[Any], _Decoded]) -> _Decoded:
-    """What a message of this version has, from its plain data."""
+    """Read a message of this version from its plain data."""
     version = message[0] if message else 0
     if version != WIRE_VERSION:
         raise ConfigError(

@@ -16,7 +16,7 @@ from saccade.evaluate.example import ImageFile
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Where evaluation data is and how to read it."""
+    """A location of evaluation data, and its format."""
 
     path: str
     """A shard folder, a folder with annotation files, or one such file."""

@@ -195,7 +195,7 @@ class Usage(Wire):
 
 
 class ErrorDetail(Wire):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     """Message for people."""
@@ -211,4 +211,4 @@ class ErrorBody(Wire):
     """An error."""
 
     error: ErrorDetail
-    """What went wrong."""
+    """Description of an error."""

@@ -6,7 +6,7 @@ from saccade.serve.protocol.common import Wire
 
 
 class RecordedHistogram(Wire):
-    """What a histogram observed between samples."""
+    """Observations of a histogram between samples."""
 
     bounds: list[float]
     """Upper bounds of its buckets; a last bucket has none."""

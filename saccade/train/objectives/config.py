@@ -61,7 +61,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What a stage optimizes: cross entropy of the next token, unless one of the sections is present."""
+    """The objective of a stage: cross entropy of the next token, unless one of the sections is present."""
 
     label_smoothing: float = 0.0
     """Share of each target's probability spread over the vocabulary, such as 0.1; validation is not smoothed."""

@@ -59,7 +59,7 @@ class LossTerms:
 
 
 class Objective:
-    """What a stage optimizes."""
+    """A loss that a stage optimizes."""
 
     metric_names: tuple[str, ...] = ()
     """Names of the metrics of every `LossTerms`, the same in all micro-batches of a stage."""

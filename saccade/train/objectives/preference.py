@@ -50,7 +50,7 @@ class PreferenceOptimization(Objective):
         return inputs.num_conversations // 2 * _share(inputs)
 
     def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
-        """Those of the chosen conversations."""
+        """The labels of the chosen conversations; those of the rejected ones are ignored."""
         return labels_T.masked_fill(_conversation_of_token(inputs) % 2 == 1, IGNORED)
 
     def loss(self, model: VLM, hidden_TD: Tensor, batch: Labelled, normalizer: Tensor) -> LossTerms:

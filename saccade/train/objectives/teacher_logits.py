@@ -96,7 +96,7 @@ class _Writer:
 
     @property
     def num_stored(self) -> int:
-        """Tokens of each loss token."""
+        """Number of teacher tokens that are stored for each loss token."""
         return min(self.wanted.config.top_k or 0, self.vocab_size)
 
     def write(self, source: Source) -> tuple[int, int]:
