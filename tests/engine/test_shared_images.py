@@ -24,7 +24,7 @@ def image(number, num_patches=3):
 def num_fds():
     """Descriptors of shared memory. Others may be closed meanwhile, by what earlier tests left to the collector."""
     gc.collect()
-    return sum("memfd" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+    return sum("memfd" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
 
 
 def send(shared, images):
