@@ -13,6 +13,8 @@ backward.
 `rms_norm_quant` and `swiglu_quant` quantize their outputs in their own kernels, with `quantize_values`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,15 @@ LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 """The value of a token's largest channel before it is rounded: half of the range, as compressed-tensors defines it."""
 
 
-def quantize_activation_reference(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows in 8 bits and their fp32 scales [T]; a row of zeros has scale 0."""
-    largest = LARGEST[dtype]
-    scale_T = x_TD.float().abs().amax(1) / largest
+def quantize_activation_reference(
+    x_TD: Tensor, dtype: torch.dtype, maximum: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows in 8 bits and their fp32 scales [T]; a row of zeros has scale 0.
+
+    `maximum`: over the ranks that hold the other channels of the rows; None: these are all.
+    """
+    largest_T = x_TD.float().abs().amax(1)
+    scale_T = (largest_T if maximum is None else maximum(largest_T)) / LARGEST[dtype]
     scaled = x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1)
     return round_to(scaled, dtype), scale_T
 

@@ -16,6 +16,7 @@ differ. An exported weight is `on_grid`: rounding it again gives the same values
 what training computed.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -23,25 +24,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from saccade.errors import ConfigError
 from saccade.kernels.quantize_activation import quantize_activation_reference
 from saccade.model.linear import Linear, Projection
 from saccade.model.quantization import fitting_group
 from saccade.model.weight_rounding import round_to_grid
 
 Form = Literal["int4", "int8"]
+Maximum = Callable[[Tensor], Tensor]
 
 
-def round_weight(weight_ND: Tensor, form: Form, group_size: int | None, bits: int = 4) -> Tensor:
-    """The weight on its grid, in its own dtype. `bits`: fewer than 4 are fewer levels in the same format."""
+def round_weight(
+    weight_ND: Tensor, form: Form, group_size: int | None, bits: int = 4, maximum: Maximum | None = None
+) -> Tensor:
+    """The weight on its grid, in its own dtype. `bits`: fewer than 4 are fewer levels in the same format.
+
+    `maximum`: over the tensor ranks that hold the other inputs of an output.
+    """
     levels = 2 ** (bits - 1) if form == "int4" else 128
-    return round_to_grid(weight_ND, group_size, -levels, levels - 1)
+    return round_to_grid(weight_ND, group_size, -levels, levels - 1, None if group_size else maximum)
 
 
-def round_activation(x_TD: Tensor, form: Form) -> Tensor:
+def round_activation(x_TD: Tensor, form: Form, maximum: Maximum | None = None) -> Tensor:
     """Tokens on the grid of their scale, in their own dtype; 16-bit activations stay as they are."""
     if form == "int4":
         return x_TD
-    values_TD, scale_T = quantize_activation_reference(x_TD, torch.int8)
+    values_TD, scale_T = quantize_activation_reference(x_TD, torch.int8, maximum)
     return (values_TD.float() * scale_T.unsqueeze(1)).to(x_TD.dtype)
 
 
@@ -50,7 +58,7 @@ class _FakeQuantizedProduct(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, layer: Any) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ND)
         ctx.layer, ctx.has_bias = layer, bias_N is not None
-        return F.linear(round_activation(x_TD, layer.form), layer.rounded(weight_ND), bias_N)
+        return F.linear(round_activation(x_TD, layer.form, layer.maximum), layer.rounded(weight_ND), bias_N)
 
     @staticmethod
     @once_differentiable
@@ -60,7 +68,7 @@ class _FakeQuantizedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x_TD = d_y_TN @ ctx.layer.rounded(weight_ND)
         if ctx.needs_input_grad[1]:
-            d_weight_ND = d_y_TN.T @ round_activation(x_TD, ctx.layer.form)
+            d_weight_ND = d_y_TN.T @ round_activation(x_TD, ctx.layer.form, ctx.layer.maximum)
         return d_x_TD, d_weight_ND, d_y_TN.sum(0) if ctx.has_bias else None, None
 
 
@@ -74,8 +82,13 @@ class FakeQuantizedLinear(Projection):
         self._stored_shape, self._shapes = linear.stored_shape, linear.checkpoint_shapes()
         self.form: Form = form
         self._bits = bits
-        self.group_size = fitting_group(self._stored_shape[1], group_size) if form == "int4" else None
+        self.group_size = fitting_group(linear.whole_shape[1], group_size) if form == "int4" else None
         """Inputs per scale; None: one scale per output."""
+        if self.group_size is not None and self._stored_shape[1] % self.group_size:
+            raise ConfigError(
+                f"{self._stored_shape[1]} inputs of a tensor rank are no whole groups of {self.group_size}. "
+                "Set a smaller qat.group_size, or use a smaller parallel.tensor"
+            )
         self._dtype = dtype
         self.weight, self.bias = linear.weight, linear.bias
 
@@ -98,7 +111,9 @@ class FakeQuantizedLinear(Projection):
     def rounded(self, weight_ND: Tensor) -> Tensor:
         """A weight of this layer on its grid. Padding inputs belong to no group."""
         num_padding = self.in_features - self._stored_shape[1]
-        rounded_ND = round_weight(weight_ND[:, : self._stored_shape[1]], self.form, self.group_size, self._bits)
+        rounded_ND = round_weight(
+            weight_ND[:, : self._stored_shape[1]], self.form, self.group_size, self._bits, self.maximum
+        )
         return F.pad(rounded_ND, (0, num_padding)) if num_padding else rounded_ND
 
     def on_grid(self, weight_ND: Tensor) -> Tensor:

@@ -43,13 +43,17 @@ def stored_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dt
     """
     if quantization == "none":
         return {"weight": weight_ND.to(dtype)}
-    weight_ND = F.pad(weight_ND.to(dtype), (0, -weight_ND.shape[1] % _ALIGNMENT))
+    weight_ND = _padded(weight_ND.to(dtype))
     if quantization == "int4":
         packed, scale, _ = quantize_weight_int4(weight_ND, GROUP_SIZE)
         bits = interleave_int4(packed)
     else:
         bits, scale = quantize_weight(weight_ND, torch.int8)
     return {"weight_bits": bits.view(dtype), "weight_scale": scale}
+
+
+def _padded(x_ND: Tensor) -> Tensor:
+    return F.pad(x_ND, (0, -x_ND.shape[1] % _ALIGNMENT)).contiguous()
 
 
 def compute_weight(stored: Sequence[Tensor], quantization: Quantization, num_inputs: int) -> Tensor:
@@ -139,13 +143,25 @@ class LoraLinear(Projection):
 
     def initial_adapter(self, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, full initial value) of A and B, for any sharding."""
-        bound = 1.0 / math.sqrt(self.in_features)
-        yield self.lora_A, torch.empty(self.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        yield self.lora_B, torch.zeros(self.lora_B.shape)
+        sizes = [self.out_features, self.in_features]
+        if self.shard is not None:
+            sizes[self.shard.dim] = self.shard.size
+        bound = 1.0 / math.sqrt(sizes[1])
+        yield self.lora_A, torch.empty(self.rank, sizes[1]).uniform_(-bound, bound, generator=generator)
+        yield self.lora_B, torch.zeros(sizes[0], self.rank)
 
     def stored_weight(self, weight_ND: Tensor) -> dict[str, Tensor]:
-        """The parameters that store a full weight, by name."""
-        return stored_weight(weight_ND, self.quantization, self._dtype)
+        """The parameters that store a full weight, by name.
+
+        With tensor parallelism it is this rank's part, in int8 the whole weight: an output has one scale on all ranks.
+        """
+        if self.shard is None or self.quantization != "int8" or weight_ND.is_meta:
+            return stored_weight(weight_ND, self.quantization, self._dtype)
+        own = slice(self.shard.start, self.shard.stop)
+        if self.shard.dim == 0:
+            return stored_weight(weight_ND[own], self.quantization, self._dtype)
+        bits, scale = quantize_weight(weight_ND.to(self._dtype), torch.int8)
+        return {"weight_bits": _padded(bits[:, own]).view(self._dtype), "weight_scale": scale}
 
 
 def merge_lora(weight_ND: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.dequantize_int4 import interleave_int4, pack_int4, unpack_int4
-from saccade.kernels.quantize_activation import LARGEST, quantize_activation, round_to
+from saccade.kernels.quantize_activation import quantize_activation, quantize_activation_reference, round_to
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
 from saccade.kernels.small_linear_w4a16 import (
     Weight4bit,
@@ -201,17 +201,13 @@ class Linear8bit(QuantizedLinear):
 
     def _quantize(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
-            return quantize_activation(x_TD, self.dtype) if self.maximum is None else self._quantize_together(x_TD)
+            if self.maximum is None:
+                return quantize_activation(x_TD, self.dtype)
+            return quantize_activation_reference(x_TD, self.dtype, self.maximum)
         scaled = x_TD.float() / self.input_scale
         if self.input_zero_point is not None:
             scaled = scaled + self.input_zero_point
         return round_to(scaled, self.dtype), self.input_scale.repeat(len(x_TD))
-
-    def _quantize_together(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Round tokens whose channels are divided over tensor ranks by the largest channel of all ranks."""
-        assert self.maximum is not None, "checked by the caller"
-        scale_T = self.maximum(x_TD.float().abs().amax(1)) / LARGEST[self.dtype]
-        return round_to(x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1), self.dtype), scale_T
 
     def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
         weight_ND, bias_N = self.weight.view(self.dtype), self.bias if self.offset is None else self.offset

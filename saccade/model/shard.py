@@ -63,6 +63,11 @@ class Shard:
         return self.bounds[-1]
 
     @property
+    def num_parts(self) -> int:
+        """Different parts."""
+        return len(self.bounds) - 1
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Outputs or inputs of every part."""
         return tuple(stop - start for start, stop in pairwise(self.bounds))

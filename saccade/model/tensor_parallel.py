@@ -7,7 +7,7 @@
 Every projection of the decoder is replaced by one of the same form with this rank's outputs (queries, keys, values,
 gate, up: column-parallel) or inputs (output of attention, down: row-parallel); embedding and head hold a part of the
 vocabulary. Norms, vision tower and projector are whole on every rank. A module computes what it computed before, with
-fewer heads or channels; hooks exchange what enters and leaves attention and MLP.
+fewer heads or channels; `connect` exchanges what enters and leaves attention and MLP.
 
 What does not divide evenly:
 
@@ -20,6 +20,7 @@ What does not divide evenly:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -167,14 +168,11 @@ def tensor_slices(model: nn.Module) -> dict[str, tuple[slice, ...]]:
 
 
 def connect(model: VLM, exchange: Exchange) -> None:
-    """Let a divided model communicate, by hooks around embedding, decoder, attention, MLP and head."""
+    """Let a divided model communicate: around attention and MLP, and by hooks of embedding, decoder and head."""
     language: Any = model.language
 
-    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return exchange.enter(inputs[0]), *inputs[1:]
-
-    def leave(_: nn.Module, __: tuple[Any, ...], out_TD: Tensor) -> Tensor:
-        return exchange.leave(out_TD)
+    def around(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, *inputs: exchange.leave(forward(exchange.enter(x), *inputs))
 
     def divide(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x_TD, attend, features = inputs
@@ -186,8 +184,7 @@ def connect(model: VLM, exchange: Exchange) -> None:
     language.register_forward_hook(lambda _, __, out_TD: exchange.collect(out_TD))
     for layer in language.layers:
         for module in (layer.self_attn, layer.mlp):
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
+            module.forward = around(module.forward)
     head_shard = model.head.shard
     assert head_shard is not None, "the model is divided"
     model.head.register_forward_pre_hook(lambda _, inputs: exchange.share(inputs[0]))

@@ -3,6 +3,8 @@
 Legend: D inputs, N outputs, Z groups of G inputs that share a scale.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -80,12 +82,21 @@ def quantize_weight_int4(
     return pack_int4(values.flatten(1)), scale_NZ, zero_point
 
 
-def round_to_grid(weight_ND: Tensor, group_size: int | None, lowest: int, highest: int) -> Tensor:
+def round_to_grid(
+    weight_ND: Tensor,
+    group_size: int | None,
+    lowest: int,
+    highest: int,
+    maximum: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """The weight rounded to nearest with `largest_scales`, in its own dtype, for int4 (-8 .. 7) or int8 (-128 .. 127).
 
-    `group_size` None: one scale per output. The host does not wait.
+    `group_size` None: one scale per output; `maximum` is then over the ranks that hold the other inputs. The host does
+    not wait.
     """
     groups_NZG = weight_ND.reshape(len(weight_ND), -1, group_size or weight_ND.shape[1])
     scale_NZ1 = largest_scales(groups_NZG, lowest, highest, weight_ND.dtype).float().unsqueeze(2)
+    if maximum is not None:  # of the scales, which grow with the largest weight
+        scale_NZ1 = maximum(scale_NZ1)
     values_NZG = (groups_NZG.float() / scale_NZ1).round().clamp(lowest, highest)
     return (values_NZG * scale_NZ1).to(weight_ND.dtype).view(weight_ND.shape)

@@ -13,6 +13,7 @@ from saccade.data.sources import open_sources
 from saccade.device import DTYPES
 from saccade.errors import CheckpointError, ConfigError, DataError, UserError
 from saccade.model.families import load_model_config
+from saccade.model.shard import TensorRank
 from saccade.processor import Processor
 from saccade.train.batches import log_indexing, open_validation_stream
 from saccade.train.config import TrainConfig
@@ -61,7 +62,8 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
     Processor.load(config.model.folder)
     for stage in stages:
         try:
-            model = build_model(config.model.folder, stage, strategy, config.model.dtype)
+            tensor = TensorRank(0, world.dims.tensor)
+            model = build_model(config.model.folder, stage, strategy, config.model.dtype, tensor)
             checkpoint_names(config.model.folder, base_shapes(model))
             check_objective(stage.objective, config.model.folder)
             if stage.data.global_batch_size < (num_ranks := world.num_data_ranks):

@@ -121,7 +121,7 @@ class DueTasks:
         self._saver.update(self._position.step, self._saved_progress())
 
     def _write_checkpoint(self, name: str) -> None:
-        out = self._checkpoints / name
+        out, tensor = self._checkpoints / name, self._state.parallel.tensor
         export_checkpoint(
             out,
             self._state.parallel.model,
@@ -130,6 +130,7 @@ class DueTasks:
             dtype=DTYPES[self._config.checkpoint.export_dtype],
             world=self._world,
             only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
+            **({} if tensor is None else {"gather": tensor.whole}),
         )
         logger.info("exported %s", out)
 

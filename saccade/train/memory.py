@@ -21,6 +21,7 @@ from saccade.device import DTYPES
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes, plus
+from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import SHARDS, ParallelDims
 from saccade.train.dry_run import (
@@ -40,6 +41,7 @@ from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
 from saccade.train.parallelize import prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig
+from saccade.train.tensor_parallel import divide_model, dry_connect
 
 CONTEXT_BYTES = GIB
 """Memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
@@ -195,15 +197,27 @@ class MemoryPlanner:
         """The model on the meta device, with adapters and frozen parameters."""
         with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
             model = VLM(self.config).to(dtype)
+            if self.dims.tensor > 1:
+                divide_model(model, TensorRank(0, self.dims.tensor))
             prepare_model(model, self.optimizer, self.lora, self.qat, self.dtype)
         return model
 
     def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Phases:
-        settings = (self.dtype, self.lora, self.qat, self.make_objective, self.optimizer.lrs)
+        settings = (
+            self.dtype,
+            self.lora,
+            self.qat,
+            self.make_objective,
+            self.optimizer.lrs,
+            self.dims.tensor,
+            self.parallel.compile,
+        )
         key = repr((*settings, self._kept_gradients, size, extent))
         if key not in self._steps:
             # On a CPU the references compute in fp32, and keep results in fp32 for backward.
             model = self._build(torch.float32 if self.device_type == "cpu" else DTYPES[self.dtype])
+            if self.dims.tensor > 1:
+                dry_connect(model, self.dims.tensor, extent, is_compiled=self.parallel.compile)
             has_dropout = self.lora is not None and self.lora.dropout > 0.0
             for blocks in (model.vision.blocks, model.language.layers):
                 recompute(blocks, extent, is_random=has_dropout)

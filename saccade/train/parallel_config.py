@@ -95,8 +95,6 @@ class ParallelConfig:
         """Refuse what is not built, and a strategy that contradicts the sizes."""
         if self.pipeline != 1:
             raise ConfigError("pipeline parallelism is not built yet. Remove pipeline, or use shard and tensor")
-        if self.tensor != 1:
-            raise ConfigError("tensor parallelism is not built yet. Remove tensor, or use shard")
         given = [name for name in ("replicate", "shard") if getattr(self, name) is not None]
         if self.strategy == "hsdp" and (given != ["shard"] or self.shard == "rest"):
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Parallelism, activation checkpointing and compilation, applied to the single-device model in this order:
 
+    tensor     (optional) this rank's part of every matrix of the decoder; see `tensor_parallel.py`
     lora       (optional) add LoRA adapters and freeze everything else; see `lora.py`
     qat        (optional) round weights in every product; see `quantization_aware.py`
     freeze     parameters with a learning rate of 0 require no gradients
@@ -57,6 +58,7 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade.device import DTYPES
 from saccade.errors import ConfigError
+from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import LOSS, REPLICAS, SHARDS
 from saccade.train.gradient_compression import CompressedReduceScatter, compress_gradients
@@ -69,6 +71,7 @@ from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
 from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
 from saccade.train.saved_state import SavedState, load_tensors, weight_names
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig, StageConfig
+from saccade.train.tensor_parallel import TensorShards, check_stage, divide_model, divided_parameters
 from saccade.train.weights import load_weights, meta_model
 from saccade.world import World
 
@@ -87,6 +90,8 @@ class ParallelModel:
     """Error feedback of PowerSGD."""
     reduce_scatters: Sequence[CompressedReduceScatter] = ()
     """Compressed reduce-scatters of FSDP units, with their error feedback."""
+    tensor: TensorShards | None = None
+    """The parameters that are divided over tensor ranks, if there are several."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """fp32 values for the optimizer: trained parameters whose precision is lower than the checkpoint folder's."""
 
@@ -135,7 +140,10 @@ def parallelize(
     """
     strategy = config.strategy_of(world.dims)
     is_sharded = strategy in ("fsdp", "hsdp")
-    model = build_model(folder, stage, strategy, dtype)
+    model = build_model(folder, stage, strategy, dtype, TensorRank(world.index("tensor"), world.dims.tensor))
+    tensor = TensorShards(model, world) if world.dims.tensor > 1 else None
+    if tensor is not None:
+        tensor.connect(config.recompute_language, is_compiled=config.compile)
     objective = build_objective(
         stage.objective,
         folder=folder,
@@ -158,15 +166,24 @@ def parallelize(
             reduce_scatters = compress_gradients(module, rounding)
     _allocate(module, "cpu" if is_sharded and config.offload else world.device)
     masters_device = "cpu" if stage.optimizer.offload else world.device
-    masters = load_weights(model, folder, seed=seed, masters_device=masters_device)
+    parts = {} if tensor is None else tensor.parts
+    masters = load_weights(model, folder, seed=seed, masters_device=masters_device, parts=parts)
     parallel = _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
-    return replace(parallel, masters=masters, reduce_scatters=reduce_scatters)
+    return replace(parallel, masters=masters, reduce_scatters=reduce_scatters, tensor=tensor)
 
 
-def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:
-    """Build the model of a stage on the meta device, with adapters or rounding; freeze what has learning rate 0."""
+def build_model(
+    folder: Path, stage: StageConfig, strategy: Strategy, dtype: str, rank: TensorRank | None = None
+) -> VLM:
+    """Build the model of a stage on the meta device, with adapters or rounding; freeze what has learning rate 0.
+
+    `rank`: which part of it, with tensor parallelism.
+    """
     is_sharded = strategy in ("fsdp", "hsdp")
     model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
+    if rank is not None and rank.size > 1:
+        check_stage(stage)
+        divide_model(model, rank)
     prepare_model(model, stage.optimizer, stage.lora, stage.qat, dtype)
     model.vision.drop_path = stage.drop_path
     return model
@@ -225,13 +242,15 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def trainable_table(model: VLM) -> str:
-    """Number of parameters and of trained parameters of each part, as a table."""
+    """Number of parameters and of trained parameters of each part, on all tensor ranks, as a table."""
     sizes = {part: [0, 0] for part in PARTS}
-    quantized = quantized_sizes(model)
+    quantized, divided = quantized_sizes(model), divided_parameters(model)
     for name, parameter in model.named_parameters():
-        size = sizes[part_of(name) or ""]
-        size[0] += quantized.get(name, parameter.numel())
-        size[1] += parameter.numel() if parameter.requires_grad else 0
+        size, found = sizes[part_of(name) or ""], quantized.get(name, parameter.numel())
+        part = divided.get(f"{name.rpartition('.')[0]}.weight" if name in quantized else name)
+        count = 1 if part is None else part.num_parts
+        size[0] += found * count
+        size[1] += parameter.numel() * count if parameter.requires_grad else 0
     rows = [(part, f"{total:,}", f"{trained:,}") for part, (total, trained) in sizes.items() if total]
     return "\n".join(
         f"{part:<12}{total:>16}{trained:>16}" for part, total, trained in [("part", "parameters", "trained"), *rows]

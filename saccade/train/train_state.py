@@ -66,6 +66,8 @@ class TrainState:
             batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source, batch.targets
         )
         loss.backward()
+        if is_last_micro_batch and self.parallel.tensor is not None:
+            self.parallel.tensor.sum_gradients()
         return loss.detach() / num_ranks, sums
 
     def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
@@ -84,6 +86,8 @@ class TrainState:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of all gradients, the same on every rank, on the device."""
+        if self.parallel.tensor is not None:
+            return self.parallel.tensor.grad_norm()
         return total_norm(self._parameters.values()).to(self._world.device)
 
     def without_gradient(self) -> list[str]:
@@ -125,21 +129,29 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything to save, by name: changed parameters, optimizer state and averages. No copies."""
-        weights = {f"parameter/{name}": tensor for name, tensor in self.weights().items() if name in self.trained}
+        weights = {
+            f"parameter/{name}": self._to_save(name, tensor)
+            for name, tensor in self.weights().items()
+            if name in self.trained
+        }
         optimizer = {name: tensor for state in self._optimizer_tensors().values() for name, tensor in state.items()}
         return weights | optimizer | self._average_tensors()
+
+    def _to_save(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter, or state of it, as this rank's part of the whole, which does not depend on the layout."""
+        return tensor if self.parallel.tensor is None else self.parallel.tensor.as_part(name, tensor)
 
     def _average_tensors(self) -> dict[str, Tensor]:
         """Averages, under the names they are saved as."""
         if self._average is None:
             return {}
-        averages = {f"average/{name}": tensor for name, tensor in self._average.tensors.items()}
+        averages = {f"average/{name}": self._to_save(name, tensor) for name, tensor in self._average.tensors.items()}
         return averages | {"average_updates": self._average.num_updates}
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state of each parameter, under the names it is saved as."""
         return {
-            name: {f"optimizer/{name}/{key}": tensor for key, tensor in tensors.items()}
+            name: {f"optimizer/{name}/{key}": self._to_save(name, tensor) for key, tensor in tensors.items()}
             for name, tensors in self.optimizer.state().items()
         }
 
@@ -154,7 +166,8 @@ class TrainState:
                 f"{state.path}: {', '.join(unknown[:4])} are not in this model. Use another run folder: --set run=NAME"
             )
         weights = self.weights()
-        load_tensors(state, {on_disk: weights[name] for name, on_disk in stored.items()}, self._world)
+        wanted = {on_disk: self._to_save(name, weights[name]) for name, on_disk in stored.items()}
+        load_tensors(state, wanted, self._world)
         self.optimizer.write_parameters()
         self.trained |= stored.keys()
         if self._average is not None:

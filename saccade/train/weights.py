@@ -13,7 +13,7 @@ An adapter folder has PEFT's layout, which `peft`, `transformers` and most serve
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from saccade.model.checkpoint_reader import read_tensors, tensor_files
 from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.families import family_of, load_model_config
 from saccade.model.lora_linear import LoraLinear, merge_lora
+from saccade.model.shard import Shard
 from saccade.model.vlm import VLM
 from saccade.model.weights import PROCESSOR_FILES, check_finite, config_for_export, tensor_shapes
 from saccade.train.dtensor import copy_full_tensor
@@ -49,16 +50,27 @@ def meta_model(folder: Path, dtype: torch.dtype) -> VLM:
 
 
 def load_weights(
-    model: VLM, folder: Path, *, seed: int = 0, masters_device: torch.device | str = "cpu"
+    model: VLM,
+    folder: Path,
+    *,
+    seed: int = 0,
+    masters_device: torch.device | str = "cpu",
+    parts: Mapping[str, Shard] | None = None,
 ) -> dict[str, Tensor]:
     """Load a checkpoint folder into a plain or sharded model; LoRA adapters, which no folder holds, start from `seed`.
 
     Returns the values, in fp32 and on `masters_device`, of trained parameters that have lower precision than the
     folder. The optimizer's masters start from them, so that they equal the fp32 parameters of a sharded model.
+
+    `parts`: what this tensor rank holds of divided parameters; it reads nothing else.
     """
     parameters, layers = dict(model.named_parameters()), lora_layers(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     masters: dict[str, Tensor] = {}
+    parts = parts or {}
+    # int8 weights have a scale per output, which needs all inputs.
+    whole = {f"{name}.weight" for name, layer in layers.items() if layer.quantization == "int8"} & parts.keys()
+    slices = {name: _slices_of(part) for name, part in parts.items() if name not in whole}
 
     def load(parameter: Tensor, full: Tensor) -> None:
         copy_full_tensor(parameter, full)
@@ -66,17 +78,23 @@ def load_weights(
             masters[names[parameter]] = full.to(masters_device, torch.float32)
 
     with torch.no_grad():
-        for name, tensor in checkpoint_tensors(folder, base_shapes(model)):
+        for name, tensor in checkpoint_tensors(folder, base_shapes(model), slices):
             layer = layers.get(name.removesuffix(".weight"))
             if layer is None:
                 load(parameters[name], _pad_to(tensor, parameters[name].shape))
                 continue
-            weight = _pad_to(tensor, (layer.out_features, layer.in_features)).to(layer.lora_A.device)
-            for part_name, part in layer.stored_weight(weight).items():
-                load(layer.get_parameter(part_name), part)
+            weight = tensor if name in whole else _pad_to(tensor, (layer.out_features, layer.in_features))
+            for stored_name, stored in layer.stored_weight(weight.to(layer.lora_A.device)).items():
+                load(layer.get_parameter(stored_name), stored)
         for adapter, value in initial_adapters(model, seed):
-            load(adapter, value)
+            name = names[adapter]
+            load(adapter, value[_slices_of(parts[name])] if name in parts else value)
     return masters
+
+
+def _slices_of(part: Shard) -> tuple[slice, ...]:
+    own = slice(part.start, part.stop)
+    return (own,) if part.dim == 0 else (slice(None), own)
 
 
 def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -86,10 +104,16 @@ def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def checkpoint_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors."""
+def checkpoint_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, tuple[slice, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors.
+
+    `slices`: the part of a parameter that is read; default: all of it.
+    """
     names, files = checkpoint_names(folder, shapes), tensor_files(folder)
-    for name, tensor in read_tensors(files, names, torch.device("cpu")):
+    parts = {name: slices[ours] for name, ours in names.items() if slices and ours in slices}
+    for name, tensor in read_tensors(files, names, torch.device("cpu"), parts):
         check_finite({name: tensor}, folder)
         yield names[name], tensor
 
@@ -111,6 +135,9 @@ def checkpoint_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 # ------------------------------------------------------------------ export
 
+Gather = Callable[[str, Tensor], Tensor]
+"""What a tensor rank holds of a parameter, by name, to the whole of it. Collective."""
+
 
 def export_checkpoint(
     out: Path,
@@ -121,17 +148,20 @@ def export_checkpoint(
     dtype: torch.dtype,
     world: World,
     only_adapter: bool = False,
+    gather: Gather = lambda _, tensor: tensor,
 ) -> None:
     """Write `weights` (plain or sharded, by parameter name) as a checkpoint folder, with the other files of `like`.
 
     LoRA adapters are merged, and also written to `adapter/`; with `only_adapter` nothing else is written. Base weights
     that are quantized in memory are read from `like`, the folder the run started from.
 
+    `gather` makes the whole tensor, by parameter name, of what tensor ranks hold parts of.
+
     Collective: every rank must call it. An existing folder is replaced.
     """
-    shapes, adapters = base_shapes(model), _full_adapters(model, weights, world)
+    shapes, adapters = base_shapes(model), _full_adapters(model, weights, world, gather)
     wanted = {} if only_adapter else {name: weights[name] for name in shapes if name in weights}
-    full_tensors = _full_tensors(wanted, world.device)
+    full_tensors = _full_tensors(wanted, world.device, gather)
     failure = None
     if world.is_main:
         try:
@@ -153,18 +183,18 @@ def export_checkpoint(
         raise CheckpointError(failure)
 
 
-def _full_tensors(weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _full_tensors(weights: Mapping[str, Tensor], device: torch.device, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """Gather each tensor."""
     for name, tensor in weights.items():
         full = tensor.detach()
         if isinstance(full, DTensor):
             full = full.to(device).full_tensor()  # type: ignore[attr-defined]
-        yield name, full
+        yield name, gather(name, full)
 
 
-def _full_adapters(model: VLM, weights: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+def _full_adapters(model: VLM, weights: Mapping[str, Tensor], world: World, gather: Gather) -> dict[str, Tensor]:
     """LoRA adapters, gathered to host memory; on the main rank only."""
-    gathered = _full_tensors({name: weights[name] for name in lora_parameters(model)}, world.device)
+    gathered = _full_tensors({name: weights[name] for name in lora_parameters(model)}, world.device, gather)
     return {name: full.cpu() for name, full in gathered if world.is_main}
 
 

@@ -1,8 +1,10 @@
 """All tensor ranks of a model in one process: each is a thread, and they exchange tensors in lockstep."""
 
 import threading
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from closeness import assert_close
 from model.hugging_face import CONVERSATIONS
 
@@ -91,3 +93,12 @@ def assert_ranks_equal_one(folder, size, bound=BOUND):
     for logits in logits_of_ranks(folder, size, inputs):
         assert logits.shape == whole.shape
         assert_close("logits", logits, whole, bound)
+
+
+def save_logits(world, job):
+    """A job of `train/ranks.py`: the logits of a model that is divided over all ranks."""
+    folder = Path(job["folder"])
+    model = load_model(folder, device="cpu", tensor_rank=TensorRank(world.rank, world.size))
+    connect(model, GroupExchange(dist.group.WORLD))
+    with torch.no_grad():
+        torch.save(model(inputs_of(folder)), folder / f"logits-{world.rank}")

@@ -117,7 +117,7 @@ def test_processes_compute_the_same_logits(size, tmp_path):
     folder = make_checkpoint(tmp_path / "model", SHAPES[1])
     with torch.no_grad():
         whole = load_model(folder, device="cpu")(inputs_of(folder))
-    run_together([{"tensor_logits": str(folder)}], tmp_path, num_ranks=size)
+    run_together([{"call": "model.tensor_ranks:save_logits", "folder": str(folder)}], tmp_path, num_ranks=size)
     for rank in range(size):
         assert relative_rms(torch.load(folder / f"logits-{rank}", weights_only=True), whole) < BOUND
 

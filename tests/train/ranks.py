@@ -22,14 +22,10 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # a run imports it, 0.6 s in every rank: here once, in the fork server
-import torch.distributed as dist
 from PIL import Image
 
 from saccade.config import load_config
 from saccade.errors import UserError
-from saccade.model import load_model
-from saccade.model.shard import TensorRank
-from saccade.model.tensor_parallel import GroupExchange, connect
 from saccade.train.config import TrainConfig
 from saccade.train.stages import train_in
 from saccade.world import open_world
@@ -175,17 +171,6 @@ def count_gloo_threads():
     return count
 
 
-def record_tensor_logits(world, job):
-    """The logits of a model that is divided over all ranks."""
-    from model.tensor_ranks import inputs_of
-
-    folder = Path(job["tensor_logits"])
-    model = load_model(folder, device="cpu", tensor_rank=TensorRank(world.rank, world.size))
-    connect(model, GroupExchange(dist.group.WORLD))
-    with torch.no_grad():
-        torch.save(model(inputs_of(folder)), folder / f"logits-{world.rank}")
-
-
 def crash(world, job):
     """One rank crashes, as in a library; the others wait for it."""
     if world.rank == job["crash"]:
@@ -202,7 +187,7 @@ def call(world, job):
 def do(world, job):
     kinds = {
         "world": record_collectives, "threads": record_gloo_threads, "crash": crash,
-        "tensor_logits": record_tensor_logits, "call": call,
+        "call": call,
     }  # fmt: skip
     for kind, function in kinds.items():
         if kind in job:

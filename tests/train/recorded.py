@@ -7,11 +7,21 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 from train import ranks
-from train.running import losses, read_recipe
+from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.data import context_plan
+from saccade.model.families import named_size
+from saccade.model.initialize import initialize_random
 from saccade.train.stages import train, train_in
 from saccade.train.train_state import TrainState
+
+MODELS = {"qwen2_5_vl": "tiny", "qwen3_vl": "qwen3_vl/tiny", "llava_next": "llava_next/tiny"}
+"""Windows; features for several layers; tiles."""
+LORA = ["stages.0.lora={rank=4, targets=['q_proj', 'v_proj', 'down_proj'], parts=['language']}"]
+STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
+"""On two parts of the data, one has three micro-batches and the other two and an empty one."""
+_TRAINED = ("lora", "qlora", "qat")
+"""Settings that a single device trains with too."""
 
 
 @contextlib.contextmanager
@@ -23,6 +33,8 @@ def recorded(file):
         if not steps:
             named = {name: p.grad for name, p in state.parallel.model.named_parameters() if p.grad is not None}
             whole = {name: getattr(g, "full_tensor", lambda g=g: g)().float().clone() for name, g in named.items()}
+            if (tensor := state.parallel.tensor) is not None:
+                whole = {name: tensor.whole(name, gradient) for name, gradient in whole.items()}
             if state._world.is_main:
                 save_file({name: gradient.contiguous() for name, gradient in whole.items()}, file)
         steps.append(None)
@@ -76,3 +88,42 @@ def distance(found, expected):
 
 def norm(tensors):
     return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
+
+
+def run_cases(folder, cases, layouts, variants, *, steps=STEPS):
+    """Every case (layout, model, settings) on one device, then all of them on four ranks in one launch."""
+    shards = write_shards(folder / "shards", text_every=2, sides=(56, 84, 140, 28))
+    jobs, singles, initial = [], {}, {}
+    for layout, model, settings in cases:
+        checkpoint = folder / f"checkpoint-{model}"
+        if model not in initial:
+            initialize_random(checkpoint, named_size(MODELS[model]), dtype=torch.float32)
+            initial[model] = load_file(checkpoint / "model.safetensors")
+        trained = settings if settings in _TRAINED else "full"
+
+        def recipe(name, checkpoint=checkpoint):
+            path = folder / f"{name}.toml"
+            return write_recipe(path, run=folder / name, checkpoint=checkpoint, shards=shards)
+
+        single = f"one-{model}-{trained}"
+        if single not in singles:
+            run_one(recipe(single), *steps, *variants[trained], gradients=f"{folder / single}.gradients")
+        singles[single] = True
+        name = f"{layout}-{model}-{settings}"
+        jobs.append(
+            {
+                "call": "train.recorded:run_recorded",
+                "recipe": str(recipe(name)),
+                "set": [*steps, *variants[settings], *layouts[layout]],
+                "gradients": f"{folder / name}.gradients",
+                "block_size": 16,
+            }
+        )
+    run_together(jobs, folder, num_ranks=4)
+    found = {}
+    for layout, model, settings in cases:
+        single = f"one-{model}-{settings if settings in _TRAINED else 'full'}"
+        before = {} if settings == "lora" else initial[model]
+        case = f"{layout}-{model}-{settings}"
+        found[case] = assert_same_run(folder / case, folder / single, before)
+    return found

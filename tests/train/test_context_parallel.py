@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 from closeness import BOUNDS, assert_close
-from safetensors.torch import load_file
 from train.context_ranks import random_case
-from train.recorded import assert_same_run, run_one
+from train.recorded import LORA, MODELS, STEPS, run_cases
 from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.data.sample import Sample
@@ -45,9 +44,6 @@ LAYOUTS = {
     "context 2 x replicate 2": ["parallel.context=2", "parallel.replicate=2"],
     "context 2 x replicate 2, ddp": ["parallel.context=2", "parallel.strategy=ddp"],
 }
-MODELS = {"qwen2_5_vl": "tiny", "qwen3_vl": "qwen3_vl/tiny", "llava_next": "llava_next/tiny"}
-"""Windows; features for several layers; tiles."""
-LORA = ["stages.0.lora={rank=4, targets=['q_proj', 'v_proj', 'down_proj'], parts=['language']}"]
 SETTINGS = {
     "full": [],
     "recompute": ["parallel.recompute_language=full", "parallel.recompute_vision=selective"],
@@ -61,57 +57,16 @@ CASES = [
 ]
 """The layouts of `make test`; the others are slow."""
 OTHERS = [case for case in ((a, b, c) for a in LAYOUTS for b in MODELS for c in SETTINGS) if case not in CASES]
-STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
-"""On two parts of the data, one has three micro-batches and the other two and an empty one."""
-
-
-def run_cases(folder, cases):
-    """Every case on one device, then all of them on four ranks in one launch."""
-    shards = write_shards(folder / "shards", text_every=2, sides=(56, 84, 140, 28))
-    jobs, singles, initial = [], {}, {}
-    for layout, model, settings in cases:
-        checkpoint = folder / f"checkpoint-{model}"
-        if model not in initial:
-            initialize_random(checkpoint, named_size(MODELS[model]), dtype=torch.float32)
-            initial[model] = load_file(checkpoint / "model.safetensors")
-        trained = "lora" if settings == "lora" else "full"
-
-        def recipe(name, checkpoint=checkpoint):
-            path = folder / f"{name}.toml"
-            return write_recipe(path, run=folder / name, checkpoint=checkpoint, shards=shards)
-
-        single = f"one-{model}-{trained}"
-        if single not in singles:
-            run_one(recipe(single), *STEPS, *SETTINGS[trained], gradients=f"{folder / single}.gradients")
-        singles[single] = True
-        name = f"{layout}-{model}-{settings}"
-        jobs.append(
-            {
-                "call": "train.recorded:run_recorded",
-                "recipe": str(recipe(name)),
-                "set": [*STEPS, *SETTINGS[settings], *LAYOUTS[layout]],
-                "gradients": f"{folder / name}.gradients",
-                "block_size": 16,
-            }
-        )
-    run_together(jobs, folder, num_ranks=4)
-    found = {}
-    for layout, model, settings in cases:
-        single = f"one-{model}-{'lora' if settings == 'lora' else 'full'}"
-        before = {} if settings == "lora" else initial[model]
-        case = f"{layout}-{model}-{settings}"
-        found[case] = assert_same_run(folder / case, folder / single, before)
-    return found
 
 
 def test_runs_with_context_ranks_equal_one_device(tmp_path):
     """Text-only sequences, images of several sizes, accumulation, empty micro-batches; in blocks of 16 tokens."""
-    run_cases(tmp_path, CASES)
+    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS)
 
 
 @pytest.mark.slow
 def test_all_other_runs_with_context_ranks_equal_one_device(tmp_path):
-    run_cases(tmp_path, OTHERS)
+    run_cases(tmp_path, OTHERS, LAYOUTS, SETTINGS)
 
 
 def recipe(folder, name, shards):

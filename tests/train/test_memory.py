@@ -403,3 +403,17 @@ def test_a_plan_counts_the_share_of_a_context_rank_and_the_gathered_keys():
     decoder = "activations of the decoder"
     assert eight.parts[decoder] - gathered == pytest.approx(one.parts[decoder] / 8, rel=0.02)
     assert eight.parts["parameters"] == one.parts["parameters"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_tensor_ranks_hold_a_part_of_the_decoder_and_of_its_activations(recompute):
+    """The tower is whole on every rank."""
+    one, two, four = (
+        plan(THIN, UNIFORM, world_size=size, parallel=ParallelConfig(tensor=size, recompute_language=recompute))
+        for size in (1, 2, 4)
+    )
+    decoder, vision = "activations of the decoder", "activations of the vision tower"
+    for size, planned in ((2, two), (4, four)):
+        assert planned.parts[vision] == pytest.approx(one.parts[vision], rel=1e-6)
+        assert planned.parts[decoder] < 1.1 / size * one.parts[decoder]
+        assert planned.parts["moments"] < 1.1 / size * one.parts["moments"]

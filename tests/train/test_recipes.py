@@ -43,6 +43,7 @@ def test_a_former_key_is_refused_with_its_new_name(override, new):
         ("qwen2.5-vl-3b", "3b", 1, "H200", 111),
         ("qwen2.5-vl-7b-fsdp", "7b", 8, "H100", 52),
         ("qwen2.5-vl-7b-long", "7b", 8, "H100", 39),
+        pytest.param("qwen2.5-vl-72b", "72b", 64, "H100", 45, marks=pytest.mark.slow),
         ("qwen2.5-vl-3b-lora", "3b", 1, "31", 26),
     ],
 )

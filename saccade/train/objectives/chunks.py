@@ -46,4 +46,4 @@ def log_probabilities(head: Projection, hidden_SD: Tensor, labels_S: Tensor) -> 
         logits_CV: Tensor = head(hidden_CD).float()
         return logits_CV.gather(1, labels_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(1)
 
-    return map_chunks(of_chunk, hidden_SD, labels_S, vocab_size=head.out_features)
+    return map_chunks(of_chunk, hidden_SD, labels_S, vocab_size=head.whole_shape[0])

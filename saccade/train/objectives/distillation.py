@@ -52,7 +52,7 @@ class Distillation(Objective):
         """Sums of KL divergence and cross entropy over all rows, from one product of each head."""
         temperature, smoothing = self._config.temperature, self._label_smoothing
         head, teacher_head = model.head, self._teacher.head
-        V = min(head.out_features, teacher_head.out_features)
+        V = min(head.whole_shape[0], teacher_head.whole_shape[0])
 
         def of_chunk(hidden_CD: Tensor, taught_CE: Tensor, labels_C: Tensor) -> Tensor:
             with torch.no_grad():
@@ -63,7 +63,7 @@ class Distillation(Objective):
             losses_C = F.cross_entropy(logits_CV, labels_C, reduction="none", label_smoothing=smoothing)
             return torch.stack([kl_C, losses_C], dim=1)
 
-        kl, cross_entropy = map_chunks(of_chunk, hidden_SD, taught_SE, labels_S, vocab_size=head.out_features).sum(0)
+        kl, cross_entropy = map_chunks(of_chunk, hidden_SD, taught_SE, labels_S, vocab_size=head.whole_shape[0]).sum(0)
         return kl, cross_entropy
 
 

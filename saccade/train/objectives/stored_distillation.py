@@ -47,7 +47,7 @@ class StoredDistillation(Objective):
         targets = batch.targets or self._no_targets(batch)
         rows = [targets[name] for name in TARGETS]
         kl, cross_entropy = map_chunks(
-            self._of_chunk(model), hidden_TD[rows_S], *rows, labels_S, vocab_size=model.head.out_features
+            self._of_chunk(model), hidden_TD[rows_S], *rows, labels_S, vocab_size=model.head.whole_shape[0]
         ).sum(0)
         sums = {"kl": kl, "cross_entropy": cross_entropy}
         weights = {"kl": config.kl_weight, "cross_entropy": 1.0 - config.kl_weight}

@@ -160,7 +160,7 @@ class _Writer:
             top_log_probs(
                 self.teacher.head(hidden_CD)[:, : self.vocab_size], self.num_stored, self.wanted.config.temperature
             )
-            for hidden_CD in row_chunks(hidden_TD[rows_S], self.teacher.head.out_features)
+            for hidden_CD in row_chunks(hidden_TD[rows_S], self.teacher.head.whole_shape[0])
         ]
         targets = {name: torch.cat([part[name] for part in found]) for name in TARGETS}
         begin = 0
