@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from closeness import relative_rms
+from closeness import assert_close, relative_rms
 from engine.making_adapters import write_adapters
 from model.hugging_face import FAMILIES, SHAPES, make_checkpoint
 from model.tensor_ranks import BOUND, assert_ranks_equal_one, inputs_of, run_ranks
@@ -17,7 +17,9 @@ from saccade.model import load_model
 from saccade.model.adapters import AdapterBank, load_adapter
 from saccade.model.attention import PackedAttention
 from saccade.model.checkpoint_reader import _Runs
+from saccade.model.fake_quantized_linear import FakeQuantizedLinear
 from saccade.model.families import family_of, named_size, named_sizes
+from saccade.model.linear import Linear
 from saccade.model.shard import Shard, TensorRank
 from saccade.model.tensor_parallel import (
     check_divisible,
@@ -120,6 +122,32 @@ def test_processes_compute_the_same_logits(size, tmp_path):
     run_together([{"call": "model.tensor_ranks:save_logits", "folder": str(folder)}], tmp_path, num_ranks=size)
     for rank in range(size):
         assert relative_rms(torch.load(folder / f"logits-{rank}", weights_only=True), whole) < BOUND
+
+
+def test_int8_training_rounds_divided_inputs_by_the_scales_of_all_ranks():
+    """A row-parallel projection: weights by the largest input of an output, tokens by their largest channel."""
+    generator = torch.Generator().manual_seed(5)
+    weight_ND, x_TD = torch.randn(16, 64, generator=generator), torch.randn(9, 64, generator=generator)
+    d_y_TN = torch.randn(9, 16, generator=generator)
+
+    def step(own, maximum=None):
+        linear = Linear(own.stop - own.start, 16, bias=False)
+        linear.load_tensor("weight", weight_ND[:, own].clone(), None)
+        layer = FakeQuantizedLinear(linear, form="int8", dtype=torch.float32)
+        layer.maximum = maximum
+        x = x_TD[:, own].clone().requires_grad_()
+        y_TN = layer(x)
+        y_TN.backward(d_y_TN)
+        return y_TN.detach(), x.grad, layer.weight.grad
+
+    whole = step(slice(0, 64))
+    parts = run_ranks(2, lambda rank, exchange: step(slice(32 * rank, 32 * rank + 32), exchange.maximum))
+    y_TN, d_x_TD, d_weight_ND = (torch.stack(both) for both in zip(*parts, strict=True))
+    assert_close("outputs", y_TN.sum(0), whole[0], 1e-6)
+    assert_close("gradients of inputs", torch.cat([*d_x_TD], dim=1), whole[1], 1e-6)
+    assert_close("gradients of weights", torch.cat([*d_weight_ND], dim=1), whole[2], 1e-6)
+    alone = step(slice(0, 32))[0] + step(slice(32, 64))[0]
+    assert relative_rms(alone, whole[0]) > 1e-4, "the comparison has power"
 
 
 # ------------------------------------------------------------------ sizes

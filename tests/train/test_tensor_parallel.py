@@ -23,11 +23,11 @@ LAYOUTS = {
     "tensor 4": ["parallel.tensor=4"],
     "tensor 2 x shard 2": ["parallel.tensor=2", "parallel.shard=2"],
     "tensor 2 x replicate 2": ["parallel.tensor=2", "parallel.strategy=ddp"],
-    "tensor 2 x replicate 2, hsdp": ["parallel.tensor=2", "parallel.replicate=2", "parallel.shard=1"],
     "tensor 2 x context 2": ["parallel.tensor=2", "parallel.context=2"],
 }
 ALL_LORA = [LORA[0].replace("'q_proj', 'v_proj', 'down_proj'", "'q_proj', 'k_proj', 'o_proj', 'up_proj', 'down_proj'")]
-QAT = "stages.0.qat={form='int8', parts=['language']}"
+QAT = "stages.0.qat={form='int4', group_size=32, parts=['language']}"
+"""Weights alone: sums in another order would round a few 8-bit activations to a neighbouring value."""
 SETTINGS = {
     "full": [],
     "recompute": ["parallel.recompute_language=full", "parallel.recompute_vision=selective"],
