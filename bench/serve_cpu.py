@@ -2,6 +2,8 @@
 
     python -m bench.serve_cpu [--requests 32] [--layers 12] [--width 896] [--rounds 3]
 
+`bench.serve_cpu_http` compares servers.
+
 A Qwen2.5-VL of 12 layers, 896 wide; each request has a 336 x 336 image, 64 tokens of text, and gets 64 tokens.
 transformers' `generate` runs one request at a time, and in padded batches of 8. Times include image preprocessing.
 Reported: seconds (median of the rounds) and their ratios.

@@ -1,6 +1,7 @@
 """Open-loop serving on a simulated GPU: the effect of a scheduler change on latencies.
 
-    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=13] [--breakdown]
+    python -m bench.simulate_serving [--rates 32 64] [--bursts 36] [--seconds 10] [--seeds 3] [--breakdown]
+                                     [--set target_step_ms=13]
 
 The engine core, its scheduler and the workload of `bench.open_loop` are real; the runner, the clock and the
 preprocessing workers are simulated. The time of a step is that of the 3B shape on an H200, interpolated over decode
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.open_loop import Arrival, percentiles, poisson
+from bench.open_loop import Arrival, bursts, percentiles, poisson
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest
@@ -285,19 +286,20 @@ class Simulation:
             yield tuple(np.diff(moments) * 1e3)
 
 
-def show(rate: float, runs: Sequence[Simulation]) -> str:
+def show(name: str, runs: Sequence[Simulation]) -> str:
     """One line of percentiles, averaged over runs."""
     parts = []
     for values in ([run.ttft_ms() for run in runs], [run.gaps_ms() for run in runs]):
         found = [percentiles(np.array(one)) for one in values]
         parts.append(" / ".join(f"{np.mean([one[p] for one in found]):.1f}" for p in ("p50", "p95", "p99", "max")))
-    return f"{rate:g}/s  TTFT p50/95/99/max {parts[0]} ms  gap {parts[1]} ms"
+    return f"{name}  TTFT p50/95/99/max {parts[0]} ms  gap {parts[1]} ms"
 
 
 def main() -> None:
     """Simulate and print every rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[32, 64])
+    parser.add_argument("--rates", type=float, nargs="*", default=[32, 64])
+    parser.add_argument("--bursts", type=float, nargs="*", default=[], help="rates of requests that arrive in bursts")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="an EngineConfig setting")
@@ -305,9 +307,11 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)
-    for rate in options.rates:
-        runs = [Simulation(poisson(rate, options.seconds, seed), config) for seed in range(options.seeds)]
-        print(show(rate, runs), flush=True)
+    wanted = [(f"{rate:g}/s", poisson, rate) for rate in options.rates]
+    wanted += [(f"{rate:g}/s bursts", bursts, rate) for rate in options.bursts]
+    for label, draw, rate in wanted:
+        runs = [Simulation(draw(rate, options.seconds, seed), config) for seed in range(options.seeds)]
+        print(show(label, runs), flush=True)
         if options.breakdown:
             names = ("ready", "first chunk begins", "last chunk begins", "last chunk", "sent")
             means = np.mean([times for run in runs for times in run.breakdown_ms()], axis=0)
