@@ -16,9 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import FlushCaches
@@ -30,16 +28,18 @@ from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics
 from saccade.engine.frontend.profile import write_profile
 from saccade.engine.frontend.text_request import OnDelta
-from saccade.engine.load_core import with_slots
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, CompletionDelta, RequestOptions
 from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.start import RunningEngine, start
+from saccade.engine.transport.spawn import spare_core
 from saccade.errors import RequestError
-from saccade.model.families import family_of
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 from saccade.processor.tools import Tool
+
+if TYPE_CHECKING:  # the core's process imports torch at the same time as this one
+    import torch
 
 
 class Engine(RunningEngine):
@@ -73,18 +73,24 @@ class Engine(RunningEngine):
         `adapters` are PEFT folders by the name that requests use. A broken one is refused alone, see
         `refused_adapters`. `config` can have slots for more.
         """
-        folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
-        family_of(folder)  # a model of another kind is refused before anything starts
-        processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
-        return start(
-            folder,
-            config,
-            lambda connect, preprocessor: Engine(connect, processor, preprocessor, adapters),
-            device=device,
-            dtype=dtype,
-            limits=limits,
-            processor=processor,
-        )
+        config = config or EngineConfig()
+        with spare_core(str(device), is_needed=config.core_process) as spare:
+            from saccade.engine.load_core import with_slots
+            from saccade.model.families import family_of
+
+            folder, config = Path(folder), with_slots(config, adapters or {})
+            family_of(folder)  # a model of another kind is refused before anything starts
+            processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
+            return start(
+                folder,
+                config,
+                lambda connect, preprocessor: Engine(connect, processor, preprocessor, adapters),
+                device=device,
+                dtype=dtype,
+                limits=limits,
+                spare=spare,
+                processor=processor,
+            )
 
     # -------------------------------------------------------------- completions
 

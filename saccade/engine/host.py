@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import AddRequest
@@ -24,15 +23,14 @@ from saccade.engine.frontend.core_client import Connect, CoreClient
 from saccade.engine.frontend.open_request import OpenRequest
 from saccade.engine.frontend.open_requests import OpenRequests
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
-from saccade.engine.load_core import with_slots
 from saccade.engine.media import EncodedImage
 from saccade.engine.media import MediaMissingError as MediaMissingError
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Failure, Request, RequestOutput
 from saccade.engine.start import RunningEngine, start
+from saccade.engine.transport.spawn import spare_core
 from saccade.engine.transport.wire import SentRequest
 from saccade.errors import RequestError
-from saccade.model.families import family_of
 from saccade.processor.image import MediaLimits
 
 OnOutput = Callable[[RequestOutput], None]
@@ -43,6 +41,9 @@ _DIFFERS = Failure(
     "the prompt made of this request's media is not the one that was announced. Send the media that belong to the "
     "request, and run the same version and checkpoint everywhere",
 )
+
+if TYPE_CHECKING:  # the core's process imports torch at the same time as this one
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +78,22 @@ class EngineHost(RunningEngine):
         adapters: Mapping[str, str | Path] | None = None,
     ) -> EngineHost:
         """Load a checkpoint folder; the arguments are those of `Engine.load`."""
-        folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
-        family_of(folder)  # a model of another kind is refused before anything starts
-        return start(
-            folder,
-            config,
-            lambda connect, preprocessor: EngineHost(connect, preprocessor, adapters or {}),
-            device=device,
-            dtype=dtype,
-            limits=limits,
-        )
+        config = config or EngineConfig()
+        with spare_core(str(device), is_needed=config.core_process) as spare:
+            from saccade.engine.load_core import with_slots
+            from saccade.model.families import family_of
+
+            folder, config = Path(folder), with_slots(config, adapters or {})
+            family_of(folder)  # a model of another kind is refused before anything starts
+            return start(
+                folder,
+                config,
+                lambda connect, preprocessor: EngineHost(connect, preprocessor, adapters or {}),
+                device=device,
+                dtype=dtype,
+                limits=limits,
+                spare=spare,
+            )
 
     # -------------------------------------------------------------- requests
 

@@ -11,11 +11,8 @@ import gc
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-import torch
-
-from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import CoreInfo
 from saccade.engine.core.statistics import Statistics
@@ -23,10 +20,13 @@ from saccade.engine.frontend.adapters import Adapters
 from saccade.engine.frontend.core_client import Connect
 from saccade.engine.frontend.open_requests import OpenRequests
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor, default_num_workers
-from saccade.engine.load_core import load_core
+from saccade.engine.transport.spawn import SpareCore
 from saccade.engine.transport.thread import CoreThread
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
+
+if TYPE_CHECKING:  # the core's process imports torch at the same time as this one
+    import torch
 
 
 class RunningEngine:
@@ -104,16 +104,17 @@ def start(
     device: str | torch.device,
     dtype: str | torch.dtype | None,
     limits: MediaLimits | None,
+    spare: SpareCore,
     processor: Processor | None = None,
 ) -> _Engine:
     """Start the media workers and the core of a checkpoint folder, and what `make` makes of them.
 
-    `make` starts the core, which then loads the adapters. `dtype` auto or None: as stored. `processor`: the folder's,
-    if the caller has it.
+    `make` starts the core, which then loads the adapters. `dtype` auto or None: as stored. `spare`: the first process
+    of a core in a process of its own. `processor`: the folder's, if the caller has it.
     """
     with contextlib.ExitStack() as opened:
         preprocessor = opened.enter_context(media_preprocessor(folder, config, limits, device))
-        connect = _connect(folder, config, processor, device, None if dtype == "auto" else dtype)
+        connect = _connect(folder, config, processor, device, None if dtype == "auto" else dtype, spare)
         engine = make(connect, preprocessor)
         opened.pop_all()  # the engine closes it
         opened.callback(engine.close)
@@ -129,6 +130,8 @@ def media_preprocessor(
     folder: Path, config: EngineConfig, limits: MediaLimits | None, device: str | torch.device
 ) -> Preprocessor:
     """Start the media workers of an engine or an encoder."""
+    from saccade.device import resolve_device
+
     return Preprocessor(
         folder,
         num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
@@ -147,12 +150,15 @@ def _connect(
     processor: Processor | None,
     device: str | torch.device,
     dtype: str | torch.dtype | None,
+    spare: SpareCore,
 ) -> Connect:
     """How to start the core: in a process, or in a thread, for which the model is loaded here."""
     if not config.core_process:
+        from saccade.engine.load_core import load_core
+
         processor = processor or Processor.load(folder, chat_template=config.chat_template)
         return partial(CoreThread, load_core(folder, config, processor, device=device, dtype=dtype))
     from saccade.engine.transport.process import CoreProcess
 
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return partial(CoreProcess, folder, config, str(device), name)
+    return partial(CoreProcess, folder, config, str(device), name, spare.take)

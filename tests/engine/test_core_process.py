@@ -8,6 +8,8 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from model.hugging_face import SHAPES, make_checkpoint, picture
 
 from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.transport import process
+from saccade.engine.transport.spawn import spare_core
 from saccade.errors import CheckpointError, RequestError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
@@ -340,3 +343,36 @@ def test_an_engine_closes_although_its_core_reads_no_messages(engine, monkeypatc
     closer.join(30)
     assert not closer.is_alive()
     assert {request.result(30).failure.kind for request in requests} == {"engine_stopped"}
+
+
+# ------------------------------------------------------------------ a process that is started ahead
+
+
+def test_the_engine_and_the_server_are_imported_without_torch():
+    """The process of the core, which takes longest, starts first; both then import torch at the same time."""
+    code = "import sys; from saccade.engine import Engine; import saccade.serve.app; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_core_that_was_started_ahead_is_taken_once_and_ends_if_it_is_not_taken():
+    with spare_core("cpu", is_needed=True) as spare:
+        ahead = spare._spawned
+        taken = spare.take(is_cpu=True)
+        another = spare.take(is_cpu=True)
+        assert taken is ahead
+        assert another.process.pid != ahead.process.pid
+    assert taken.process.poll() is None
+    for core in (taken, another):
+        core.kill()
+    with spare_core("cpu", is_needed=True) as spare:
+        ahead = spare._spawned
+    assert ahead.process.poll() is not None
+
+
+def test_a_core_that_was_started_ahead_for_another_kind_of_device_is_replaced():
+    with spare_core("cuda", is_needed=True) as spare:
+        ahead = spare._spawned
+        core = spare.take(is_cpu=True)
+        assert ahead.process.poll() is not None
+        assert core.is_cpu
+        core.kill()

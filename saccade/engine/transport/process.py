@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, RequestOutput
 from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
+from saccade.engine.transport.spawn import SpawnedCore
 from saccade.engine.transport.thread import OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging
 from saccade.workers.messages import decode_error, encode_error
@@ -54,14 +55,6 @@ logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 8
 _CLOSE_S = 10.0
-_CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "10000"}
-"""Environment of a core that computes on a CPU, unless the user sets these variables.
-
-Weights are in huge pages, because a decode step reads all of them. Idle OpenMP threads sleep after about 0.1 ms
-instead of 4, so that other processes can use the CPU.
-"""
-_MAIN = "import gc; gc.disable(); from saccade.engine.transport.process import main; main()"
-"""Program of the core process. Garbage collection is off until the core is loaded: it would slow down the imports."""
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
 _UNREADABLE = Failure("running", "the engine core's outputs cannot be read; restart the engine", "engine_stopped")
 _NO_RESOURCES = Failure(
@@ -176,23 +169,17 @@ class CoreProcess:
         config: EngineConfig,
         device: str,
         dtype: str | None,
+        spawn: Callable[[bool], SpawnedCore],
         on_outputs: OnOutputs,
         on_stop: OnStop,
     ) -> None:
-        """Start the process and wait until it is ready. Raises the errors of loading."""
+        """Start the process with `spawn` and wait until it is ready. Raises the errors of loading."""
         self._on_outputs, self._on_stop = on_outputs, on_stop
         self._shared = SharedImages()
         self._is_closing = False
         self._statistics = Statistics()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
-            environment = (_CPU_ENVIRONMENT if resolve_device(device).type == "cpu" else {}) | os.environ
-            # In a group of its own, so that a Ctrl-C in the terminal reaches this process alone.
-            self._process = subprocess.Popen(  # noqa: S603  our module
-                command, pass_fds=[theirs.fileno()], env=environment, process_group=0
-            )
-        self._connection = Connection(ours)
+        spawned = spawn(resolve_device(device).type == "cpu")
+        self._process, self._connection = spawned.process, Connection(spawned.connection)
         try:
             ready = self._load(
                 {
