@@ -8,7 +8,6 @@ Opening costs the number of shards, never the number of samples. `index_builder.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -247,38 +246,40 @@ class ShardIndex:
         `region`: the part of a remote shard with the sample whose chunks are cached; by default all of it.
         """
         layout = self._layout(shard)
-        file = layout.file
-        key, (begin, end) = layout.keys[row].as_py(), layout.byte_range(row)
-        read = functools.partial(self._read_parts, layout, row, file)
+        first, last = layout.starts[row : row + 2].tolist()
+        offsets, sizes = layout.offsets[first:last].tolist(), layout.sizes[first:last].tolist()
+        key, begin = layout.keys[row].as_py(), offsets[0]
+        num_bytes = offsets[-1] + sizes[-1] - begin
         try:
-            parts = read(region, is_cached=is_cached)
-            if not verify or checksum(parts) == layout.checksums[row].as_py():
-                return self._sample(layout, row, key, parts)
-            if file.is_remote:  # the copy in the cache may be damaged
-                storage.storage(self._config).forget(file.url, file.num_bytes, begin, end - begin, region)
-                parts = read(region, is_cached=False)
+            data = read_range(layout.file, begin, num_bytes, self._config, region, is_cached=is_cached)
         except DataError as error:
             raise type(error)(f"sample {key}: {error}") from error
-        if checksum(parts) == layout.checksums[row].as_py():
-            logger.warning("%s: the cached copy of sample %s was damaged; it was read again", shown(file.url), key)
-            return self._sample(layout, row, key, parts)
-        raise DataError(
-            f"{shown(file.url)}: sample {key} differs from its checksum: the shard was damaged or rewritten. Restore "
-            f"it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade data index again"
-        )
-
-    def _read_parts(
-        self, layout: _Layout, row: int, file: ShardFile, region: Region | None, *, is_cached: bool
-    ) -> list[bytes]:
-        """The bytes of each member of a sample."""
-        members, (begin, end) = layout.members(row), layout.byte_range(row)
-        data = read_range(file, begin, end - begin, self._config, region, is_cached=is_cached)
-        pairs = zip(layout.offsets[members].tolist(), layout.sizes[members].tolist(), strict=True)
-        return [data[offset - begin : offset - begin + size] for offset, size in pairs]
-
-    def _sample(self, layout: _Layout, row: int, key: str, parts: list[bytes]) -> Sample:
-        names = [layout.names[code] for code in layout.codes[layout.members(row)].tolist()]
+        parts = [data[offset - begin : offset - begin + size] for offset, size in zip(offsets, sizes, strict=True)]
+        if verify and checksum(parts) != layout.checksums[row].as_py():
+            data = self._read_again(shard, key, begin, num_bytes, region)
+            parts = [data[offset - begin : offset - begin + size] for offset, size in zip(offsets, sizes, strict=True)]
+            self._check(shard, row, key, parts)
+        names = [layout.names[code] for code in layout.codes[first:last].tolist()]
         return Sample(key, layout.sources[layout.source_codes[row]], dict(zip(names, parts, strict=True)))
+
+    def _read_again(self, shard: int, key: str, begin: int, size: int, region: Region | None) -> bytes:
+        """The bytes of a sample that differed from its checksum, from the store: the cached copy may be damaged."""
+        file = self.files[shard]
+        try:
+            if file.is_remote:
+                storage.storage(self._config).forget(file.url, file.num_bytes, begin, size, region)
+                logger.warning("%s: the cached copy of sample %s is damaged; it is read again", shown(file.url), key)
+            return read_range(file, begin, size, self._config, is_cached=False)
+        except DataError as error:
+            raise type(error)(f"sample {key}: {error}") from error
+
+    def _check(self, shard: int, row: int, key: str, parts: list[bytes]) -> None:
+        if checksum(parts) != self._layout(shard).checksums[row].as_py():
+            raise DataError(
+                f"{shown(self.files[shard].url)}: sample {key} differs from its checksum: the shard was damaged or "
+                f"rewritten. Restore it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade "
+                "data index again"
+            )
 
     def identity(self, shard: int, row: int) -> tuple[str, bytes]:
         """Key and checksum of a sample."""
@@ -366,15 +367,6 @@ class _Layout(NamedTuple):
     checksums: pa.FixedSizeBinaryArray
     sources: list[str]
     source_codes: NDArray[np.int32]
-
-    def members(self, row: int) -> slice:
-        """The members of a sample among those of the shard."""
-        return slice(*self.starts[row : row + 2].tolist())
-
-    def byte_range(self, row: int) -> tuple[int, int]:
-        """First byte of a sample, and the one after its last."""
-        first, after = self.starts[row : row + 2].tolist()
-        return int(self.offsets[first]), int(self.offsets[after - 1] + self.sizes[after - 1])
 
     @staticmethod
     def of(file: ShardFile, table: pa.Table) -> _Layout:

@@ -162,6 +162,11 @@ class Stream:
         return self._pool.storage_counters if self._pool else storage(self.config.storage).counters
 
     @property
+    def cached_bytes(self) -> int:
+        """Bytes of this machine's cache of remote shards."""
+        return storage(self.config.storage).cached_bytes
+
+    @property
     def num_taken_down(self) -> int:
         """Samples that were skipped because they were taken down."""
         return self._bad_samples.num_taken_down

@@ -180,6 +180,11 @@ class BatchIterator:
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._empty = pad_inputs(empty_micro_batch(config.vision), context.min_tokens)
 
+    def remote_reads(self) -> dict[str, float]:
+        """What this rank has read of remote shards so far, and the bytes of its node's cache; empty for local ones."""
+        counters = self._stream.storage_counters
+        return {**vars(counters), "cached_bytes": self._stream.cached_bytes} if counters.num_requests else {}
+
     def next(self, *, with_sources: bool) -> StepBatch | None:
         """The next step's micro-batches, with the first copy already started; None at the end of the data."""
         start = time.perf_counter()

@@ -8,7 +8,7 @@ MFU is the model's FLOPs (`flops.py`) over time and the device's peak: `mfu` wit
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,12 +163,17 @@ class MetricsLog:
         seconds, self._last_time = now - self._last_time, now
         return seconds
 
-    def add(self, step: Step, lrs: Mapping[str, float]) -> None:
-        """Count a step; write a record after the first step and each interval. `lrs` are learning rates by group."""
+    def add(self, step: Step, lrs: Mapping[str, float], remote_reads: Callable[[], Record] = dict) -> None:
+        """Count a step; write a record after the first step and each interval.
+
+        `lrs` are learning rates by group, `remote_reads` is what this rank has read of remote shards, if any.
+        """
         assert self._meter is not None, "start comes first"
         self._meter.add(step)
         if step.number % self._every == 0 or self._is_first:
             record = self._meter.record(self._stage, lrs, device_memory_gib(self._world.device))
+            if read := remote_reads():
+                record["remote_reads"] = read
             self._trackers.log(record)
             logger.info(format_line(record, self._num_steps))
         self._is_first = False

@@ -267,7 +267,8 @@ class Trainer:
             of_objective=metrics.of_objective,
             is_skipped=decision.action is not Action.ACCEPT,
         )
-        self._metrics_log.add(step, {group.name: group.lr * self._lr_factor for group in self._state.optimizer.groups})
+        lrs = {group.name: group.lr * self._lr_factor for group in self._state.optimizer.groups}
+        self._metrics_log.add(step, lrs, self._batches.remote_reads)
 
     def _start_metrics_log(self, metrics: StepMetrics) -> None:
         """At the first step, tell the log the length of the stage; an estimate if it is given in epochs."""

@@ -198,6 +198,7 @@ def test_workers_read_the_next_round_ahead(tmp_path, folder, checkpoint):
         with stream_of(url, checkpoint, tmp_path, num_workers=2) as stream:
             assert ids_of(stream) == whole
             counters = stream.storage_counters
+            assert stream.cached_bytes == counters.num_bytes
         assert bytes_of_shards(faults.requests) == counters.num_bytes
         assert counters.num_ahead > counters.num_misses
         assert json.dumps(vars(counters))
