@@ -3,6 +3,10 @@
 Legend: see `paged_attention.py`. Slots, pages and masks are the same in every layer of a step: `plan_gather` computes
 them once. A layer is then a dozen operations for any number of decode requests; computed in every layer they would take
 a quarter of a decode step of 8 requests.
+
+Small operations cost a few microseconds each, and more where other processes use the cores, since several threads wait
+for each other. So tensors that follow each other in memory are one operand: queries and keys of a merged projection are
+rotated together, keys and values are written and gathered together.
 """
 
 from itertools import pairwise
@@ -12,18 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.rope import CosSin, whole_heads
+from saccade.kernels.rope import CosSin, rotate_whole, whole_heads
 
 
 class _Decode(NamedTuple):
     """Requests with one new token each, attended to in one batch."""
 
-    tokens: Tensor
-    """[R]: their tokens."""
+    num_requests: int
+    tokens: Tensor | None
+    """[R]: their tokens. None: all tokens of the step, in order."""
     pages: Tensor
-    """[R * G * W]: pages of each request and head, in pages viewed as [N * G, P, K]."""
+    """[2 * R * G * W]: pages of each request and head, in keys and values viewed as [2 * N * G, P, K]."""
     padding: Tensor
-    """Rows of the gathered keys, [R * G * W * P, K], after the last token of their request."""
+    """Rows of the gathered keys and values, [2 * R * G * W * P, K], after the last token of their request."""
     mask: Tensor
     """[R, 1, 1, W * P]: True at keys of the request, within its window."""
 
@@ -35,7 +40,7 @@ class _Prefill(NamedTuple):
     end: int
     num_keys: int
     pages: Tensor
-    """[G * W], as for decode."""
+    """[2 * G * W], as for decode."""
     mask: Tensor | None
     """[tokens, keys], or None: the first token is the first key."""
 
@@ -46,7 +51,7 @@ class GatherPlan(NamedTuple):
     angles: CosSin
     """Angles of whole heads, see `rope.whole_heads`."""
     rows: Tensor
-    """[stored tokens * G]: slots of keys and values, in pages viewed as [N * G * P, K]."""
+    """[stored tokens * 2 * G]: slots of keys and values, which are viewed as [2 * N * G * P, K]."""
     stored: Tensor | None
     """[stored tokens]: tokens with a slot. None: all."""
     decode: _Decode | None
@@ -75,12 +80,14 @@ def plan_gather(
         slots_T = slots_T[stored]
     heads = torch.arange(num_kv_heads)
     page, offset = slots_T.long() // page_size, slots_T.long() % page_size
-    rows = (page.unsqueeze(1) * num_kv_heads + heads) * page_size + offset.unsqueeze(1)
-    starts, lengths = cu_seqlens_q.tolist(), context_lengths_R.tolist()
+    key_rows = (page.unsqueeze(1) * num_kv_heads + heads) * page_size + offset.unsqueeze(1)
+    rows = torch.cat([key_rows, key_rows + num_slots * num_kv_heads], 1)
+    starts, lengths, num_pages = cu_seqlens_q.tolist(), context_lengths_R.tolist(), num_slots // page_size
     new = [(r, start, end) for r, (start, end) in enumerate(pairwise(starts)) if end > start and lengths[r] > 0]
 
     def pages_of(own_table_RW: Tensor) -> Tensor:
-        return (own_table_RW.long().unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)).flatten()
+        key_pages = (own_table_RW.long().unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)).flatten()
+        return torch.cat([key_pages, key_pages + num_pages * num_kv_heads])
 
     def prefill(r: int, start: int, end: int) -> _Prefill:
         pages = pages_of(page_table_RW[r : r + 1, : -(-lengths[r] // page_size)])
@@ -97,11 +104,12 @@ def plan_gather(
         width = -(-max(lengths[r] for r in requests) // page_size)
         is_own = torch.arange(width * page_size) < context_lengths_R[requests].unsqueeze(1)
         own_table = page_table_RW[requests, :width].masked_fill(~is_own[:, ::page_size], 0)
-        padding = (~is_own).unsqueeze(1).expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
+        padding = (~is_own).expand(2, num_kv_heads, -1, -1).transpose(1, 2).flatten().nonzero().squeeze(1)
         seen = is_own
         if window is not None:
             seen = is_own & (torch.arange(width * page_size) >= context_lengths_R[requests].unsqueeze(1) - 1 - window)
-        return _Decode(torch.tensor(tokens), pages_of(own_table), padding, seen[:, None, None])
+        index = None if tokens == list(range(starts[-1])) else torch.tensor(tokens)
+        return _Decode(len(tokens), index, pages_of(own_table), padding, seen[:, None, None])
 
     single = [(r, start) for r, start, end in new if end - start == 1]
     return GatherPlan(
@@ -113,10 +121,48 @@ def plan_gather(
     )
 
 
-def write_rows(x_TGK: Tensor, pages_NGPK: Tensor, plan: GatherPlan) -> None:
-    """Store keys or values that are rotated already."""
-    rows = x_TGK if plan.stored is None else x_TGK[plan.stored]
-    pages_NGPK.view(-1, x_TGK.shape[-1]).index_copy_(0, plan.rows, rows.reshape(-1, x_TGK.shape[-1]))
+def joined(first: Tensor, second: Tensor, dim: int) -> Tensor | None:
+    """Two tensors that follow each other in memory along a dimension, as one view. None: they do not."""
+    size = first.shape[dim] * first.stride(dim)
+    follows = second.data_ptr() == first.data_ptr() + size * first.element_size()
+    is_one = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if not (follows and is_one and first.stride() == second.stride()):
+        return None
+    shape = list(first.shape)
+    shape[dim] += second.shape[dim]
+    return first.as_strided(shape, first.stride())
+
+
+def rotate(q_THK: Tensor, k_TGK: Tensor, angles: CosSin) -> None:
+    """Rotate queries and keys in place."""
+    both = joined(q_THK, k_TGK, 1)
+    for x in (q_THK, k_TGK) if both is None else (both,):
+        x.copy_(rotate_whole(x, angles))
+
+
+def write_rows(
+    k_TGK: Tensor, v_TGK: Tensor, key_pages_NGPK: Tensor, value_pages_NGPK: Tensor, plan: GatherPlan
+) -> None:
+    """Store keys, which are rotated already, and values."""
+    rows = joined(k_TGK, v_TGK, 1)
+    rows = torch.cat([k_TGK, v_TGK], 1) if rows is None else rows
+    rows = rows if plan.stored is None else rows[plan.stored]
+    pages, index = joined(key_pages_NGPK, value_pages_NGPK, 0), plan.rows
+    if pages is not None:
+        pages.view(-1, rows.shape[-1]).index_copy_(0, index, rows.reshape(-1, rows.shape[-1]))
+        return
+    key_index = index.view(len(rows), 2, -1)[:, 0].reshape(-1)
+    for part, own in zip((key_pages_NGPK, value_pages_NGPK), rows.chunk(2, 1), strict=True):
+        part.view(-1, rows.shape[-1]).index_copy_(0, key_index, own.reshape(-1, rows.shape[-1]))
+
+
+def _gather(first_NGP: Tensor, second_NGP: Tensor, pages: Tensor) -> Tensor:
+    """Pages of keys, then of values: [pages, P, ...]."""
+    both = joined(first_NGP, second_NGP, 0)
+    if both is not None:
+        return both.flatten(0, 1).index_select(0, pages)
+    key_pages = pages[: len(pages) // 2]
+    return torch.cat([part.flatten(0, 1).index_select(0, key_pages) for part in (first_NGP, second_NGP)])
 
 
 def attend_gathered(
@@ -129,33 +175,32 @@ def attend_gathered(
 ) -> Tensor:
     """[T, H, K]: decode requests in one batch, the others one by one."""
     G, K = key_pages_NGPK.shape[1], q_THK.shape[2]
-    caches = ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
 
-    def gathered(pages_NGPK: Tensor, scales_NGP: Tensor | None, pages: Tensor) -> Tensor:
-        """[requests * G * tokens, K], in order."""
-        rows = pages_NGPK.flatten(0, 1).index_select(0, pages)
-        if scales_NGP is not None:
-            scales = scales_NGP.flatten(0, 1).index_select(0, pages)
+    def gathered(pages: Tensor) -> Tensor:
+        """[2 * requests * G * tokens, K], in order."""
+        rows = _gather(key_pages_NGPK, value_pages_NGPK, pages)
+        if key_scales_NGP is not None and value_scales_NGP is not None:
+            scales = _gather(key_scales_NGP, value_scales_NGP, pages)
             rows = (rows.float() * scales.unsqueeze(-1)).to(q_THK.dtype)
         return rows.view(-1, K)
 
-    out_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
-    if plan.decode is not None:
-        num = len(plan.decode.tokens)
+    def decode(request: _Decode, q_RHK: Tensor) -> Tensor:
         # Slots after a request's last token may hold NaN, and 0 * NaN is NaN.
-        k, v = (
-            gathered(*cache, plan.decode.pages).index_fill_(0, plan.decode.padding, 0.0).view(num, G, -1, K)
-            for cache in caches
-        )
+        rows = gathered(request.pages).index_fill_(0, request.padding, 0.0)
+        k, v = rows.view(2, request.num_requests, G, -1, K)
         # Query heads that share keys become tokens: keys are then read once.
-        q = q_THK.index_select(0, plan.decode.tokens).view(num, G, -1, K)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.decode.mask)
-        out_THK.index_copy_(0, plan.decode.tokens, out.flatten(1, 2))
-    for request in plan.prefill:
-        k, v = (gathered(*cache, request.pages).view(1, G, -1, K)[:, :, : request.num_keys] for cache in caches)
-        q = q_THK[request.start : request.end].transpose(0, 1).unsqueeze(0)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=request.mask, is_causal=request.mask is None, enable_gqa=True
-        )
-        out_THK[request.start : request.end] = out[0].transpose(0, 1)
+        q = q_RHK.unflatten(1, (G, -1))  # type: ignore[no-untyped-call]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=request.mask).flatten(1, 2)
+
+    if plan.decode is not None and plan.decode.tokens is None:
+        return decode(plan.decode, q_THK)
+    out_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
+    if plan.decode is not None and plan.decode.tokens is not None:
+        tokens = plan.decode.tokens
+        out_THK.index_copy_(0, tokens, decode(plan.decode, q_THK.index_select(0, tokens)))
+    for one in plan.prefill:
+        k, v = gathered(one.pages).view(2, 1, G, -1, K)[:, :, :, : one.num_keys]
+        q = q_THK[one.start : one.end].transpose(0, 1).unsqueeze(0)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=one.mask, is_causal=one.mask is None, enable_gqa=True)
+        out_THK[one.start : one.end] = out[0].transpose(0, 1)
     return out_THK

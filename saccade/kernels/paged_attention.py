@@ -46,12 +46,12 @@ from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels._paged_decode import MAX_STORING_REQUESTS, DecodePlan, decode, plan_decode
-from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, write_rows
+from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, rotate, write_rows
 from saccade.kernels._paged_prefill import prefill, schedule_prefill
 from saccade.kernels._paged_tile import QUANTIZED_MAX, NewTokens, Pages
 from saccade.kernels.attention import attention_reference
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.rope import CosSin, rope_reference, rotate_whole
+from saccade.kernels.rope import CosSin, rope_reference
 
 __all__ = [
     "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "NewTokens", "paged_attention", "paged_attention_reference",
@@ -312,10 +312,8 @@ def write_pages(
     path = launch.choose_path("write_pages", *launch.available_paths(q_THK, *paths))
     if path == "library":
         assert gather_plan is not None, "chosen with a plan alone"
-        for x in (q_THK, k_TGK):
-            x.copy_(rotate_whole(x, gather_plan.angles))
-        write_rows(k_TGK, key_pages_NGPK, gather_plan)
-        write_rows(v_TGK, value_pages_NGPK, gather_plan)
+        rotate(q_THK, k_TGK, gather_plan.angles)
+        write_rows(k_TGK, v_TGK, key_pages_NGPK, value_pages_NGPK, gather_plan)
         return
     write = _write if path == "triton" else write_pages_reference
     write(q_THK, k_TGK, v_TGK, table, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
@@ -398,8 +396,8 @@ def _plan_without_writing(
     nothing = q_THK.new_zeros((0, q_THK.shape[2] // 2))
     return plan_gather(
         (nothing, nothing), torch.zeros(0, dtype=torch.int64), page_table_RW, cu_seqlens_q, context_lengths_R,
-        num_slots=0, page_size=key_pages_NGPK.shape[2], num_kv_heads=key_pages_NGPK.shape[1],
-        window=window,
+        num_slots=key_pages_NGPK.shape[0] * key_pages_NGPK.shape[2], page_size=key_pages_NGPK.shape[2],
+        num_kv_heads=key_pages_NGPK.shape[1], window=window,
     )  # fmt: skip
 
 
