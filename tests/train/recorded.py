@@ -22,6 +22,9 @@ STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
 """On two parts of the data, one has three micro-batches and the other two and an empty one."""
 _TRAINED = ("lora", "qlora", "qat")
 """Settings that a single device trains with too."""
+_BOUNDS = {"qat": {"loss": 2e-2, "update": 0.5}}
+"""Of settings whose steps are not continuous: a weight next to a tie rounds to another of 15 values. The loss and the
+gradients of the first step are equal."""
 
 
 @contextlib.contextmanager
@@ -69,6 +72,7 @@ def assert_same_run(run, single, initial, *, loss=1e-5, gradient=1e-5, update=0.
     RMS of the updates. `initial`: weights before training, none of which an adapter has."""
     found, expected = losses(run), losses(single)
     assert len(found) == len(expected)
+    assert abs(found[0] - expected[0]) <= 1e-5, "the first losses differ"
     worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     assert worst <= loss, f"losses differ by {worst:.2e}"
     gradients = [load_file(str(folder) + ".gradients") for folder in (run, single)]
@@ -125,5 +129,5 @@ def run_cases(folder, cases, layouts, variants, *, steps=STEPS):
         single = f"one-{model}-{settings if settings in _TRAINED else 'full'}"
         before = {} if settings == "lora" else initial[model]
         case = f"{layout}-{model}-{settings}"
-        found[case] = assert_same_run(folder / case, folder / single, before)
+        found[case] = assert_same_run(folder / case, folder / single, before, **_BOUNDS.get(settings, {}))
     return found
