@@ -1,9 +1,9 @@
 """What a fleet costs: the time to the first token and the throughput of one engine, through a fleet and by itself.
 
-    python -m bench.fleet_price [--rounds 5] [--streams 64] [--size tiny] [--device cpu]
+    python -m bench.fleet_price [--rounds 5] [--streams 64] [--size tiny] [--side 336]
 
-`saccade serve` and a fleet with one front and one engine replica serve the same checkpoint. Both run all the time and
-are measured in turn, so that what else the machine does reaches both.
+`saccade serve` and a fleet with one front and one engine replica serve the same checkpoint, on a GPU if there is one.
+Both run all the time and are measured in turn, so that what else the machine does reaches both.
 """
 
 import argparse
@@ -29,22 +29,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--size", default="tiny")
+    parser.add_argument("--side", type=int, default=336, help="side of the images in pixels")
     arguments = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
     settings = ENGINE | {"num_pages": 4000, "max_requests": arguments.streams}
+    settings |= {"num_workers": 6, "max_length": 2000} if has_gpu else {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         checkpoint = folder / "model"
-        initialize_random(checkpoint, named_size(arguments.size), dtype=torch.float32)
+        initialize_random(checkpoint, named_size(arguments.size), dtype=torch.bfloat16 if has_gpu else torch.float32)
         options = [
             word for key, value in settings.items() for word in ("--set", f"engine.{key}={json.dumps(value)}")
             if key != "core_process"
         ]  # fmt: skip
         with (
             ServerProcess(checkpoint, *options, log=folder / "log") as server,
-            FleetProcess(folder, checkpoint, num_engines=1, engine=settings) as fleet,
+            FleetProcess(folder, checkpoint, num_engines=1, engine=settings, gpus=float(has_gpu)) as fleet,
         ):
             rounds = [
-                {name: measure(url, arguments.streams, seed) for name, url in pair}
+                {name: measure(url, arguments, seed) for name, url in pair}
                 for seed in range(arguments.rounds)
                 for pair in [[("serve", server.url), ("fleet", fleet.url)][:: 1 if seed % 2 else -1]]
             ]
@@ -56,12 +59,12 @@ def main() -> None:
         print(f"{name}: serve {values['serve']:.1f}, fleet {values['fleet']:.1f}, ratio {ratio:.3f}")
 
 
-def measure(url: str, streams: int, seed: int) -> dict[str, float]:
+def measure(url: str, arguments: argparse.Namespace, seed: int) -> dict[str, float]:
     """Time to the first token of one client, and throughput of many."""
-    workload = Workload(num_requests=30, seed=100 * seed, num_output=16)
+    workload = Workload(num_requests=30, seed=100 * seed, num_output=16, side=arguments.side)
     [alone] = run(url, [Load(concurrency=1)], workload)
-    many = replace(workload, num_requests=4 * streams, num_output=64, images="none")
-    [busy] = run(url, [Load(concurrency=streams)], many)
+    many = replace(workload, num_requests=4 * arguments.streams, num_output=64, images="none")
+    [busy] = run(url, [Load(concurrency=arguments.streams)], many)
     assert not alone["failed"] + busy["failed"], f"{alone['errors']} {busy['errors']}"
     return {"ttft_ms": alone["median_ttft_ms"], "tokens_per_s": busy["output_throughput"]}
 

@@ -25,16 +25,17 @@ class FleetProcess:
 
     def __init__(
         self, folder: Path, checkpoint: Path, *, name: str = "test", num_engines: int = 2, num_fronts: int = 1,
-        engine: Mapping[str, Any] | None = None, model: str = "", version: str = "", ready_s: float = 180.0,
+        engine: Mapping[str, Any] | None = None, model: str = "", version: str = "", gpus: float = 0.0,
+        ready_s: float = 180.0,
     ) -> None:  # fmt: skip
         """`folder` gets the file, the state and the log. `model`: further TOML of the model, such as probes; `version`:
-        of each version, such as costs.
+        of each version, such as costs. `gpus` of each engine.
         """
         self.folder, self._ready_s = folder, ready_s
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.file, self.log_path = folder / "FLEET.toml", folder / "fleet.log"
-        self._version = version
+        self._version, self._gpus = version, gpus
         self._settings = ENGINE | dict(engine or {})
         self.head = f"""
 name = "{name}"
@@ -57,7 +58,7 @@ engines = {{ min_replicas = {num_engines}, max_replicas = {num_engines}, cpus_pe
 name = "{name}"
 checkpoint = "{checkpoint}"
 traffic = {traffic}
-gpus_per_replica = 0
+gpus_per_replica = {self._gpus:g}
 engine = {{ {engine} }}
 {self._version}
 """

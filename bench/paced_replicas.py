@@ -5,6 +5,7 @@ the machine is; only messages are delayed.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -102,6 +103,7 @@ class PacedReplica:
         self._paced = PacedEngine(replace(replica, name=self._name), self._reply)
         self._replies: dict[str, asyncio.Queue[Reply]] = {}
         self._news: dict[int, deque[ReplicaStatistics]] = {}
+        self._changed: dict[int, asyncio.Event] = {}
 
     async def name(self) -> str:
         """Name of the replica."""
@@ -112,13 +114,20 @@ class PacedReplica:
         del replica
         replies = self._replies[prompt.request.id] = asyncio.Queue()
         self._paced.accept(prompt.request)
+        for changed in self._changed.values():
+            changed.set()
         yield await replies.get()
         yield await replies.get()
         del self._replies[prompt.request.id]
 
-    async def report(self, front: int, replica: str) -> ReplicaStatistics:
-        """Load, and what became resident since the last report to this front."""
+    async def report(self, front: int, replica: str, wait_s: float) -> ReplicaStatistics:
+        """Load, and what became resident since the last report to this front; now if a request has come since."""
         del replica
+        changed = self._changed.setdefault(front, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await changed.wait()
+        changed.clear()
         self._paced.catch_up()
         latest = self._paced.engine.statistics()
         self._news.setdefault(front, deque(maxlen=16))
@@ -160,7 +169,7 @@ class Front:
             await asyncio.sleep(0.1)
         for name in sorted(self._names):
             self._router.add(replace(replica, name=name))
-            await handle.report.remote(front=self._number, replica=name)
+            await handle.report.remote(front=self._number, replica=name, wait_s=0.0)
 
     async def run(self, prompts: Sequence[tuple[float, Prompt]], begin: float) -> dict[str, list[Answer]]:
         """Send requests at their times after `begin`; returns the answers by deployment."""
@@ -203,6 +212,6 @@ class Front:
 
     async def _poll(self, name: str) -> None:
         while True:
-            report = await self._handles[self._ours].report.remote(front=self._number, replica=name)
+            handle = self._handles[self._ours]
+            report = await handle.report.remote(front=self._number, replica=name, wait_s=self._report_s)
             self._router.update(name, report)
-            await asyncio.sleep(self._report_s)

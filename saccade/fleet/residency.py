@@ -46,16 +46,15 @@ class Residency:
             found = self._arrays[key] = np.array(self._holders[key], np.intp)
         return found
 
-    def holders_along(self, chain: Sequence[bytes]) -> list[NDArray[np.intp]]:
-        """Replicas of each key of a chain, up to the first key that none has."""
-        found: list[NDArray[np.intp]] = []
-        arrays = self._arrays
+    def counts_along(self, chain: Sequence[bytes]) -> list[int]:
+        """Number of replicas that have each key of a chain, up to the first key that none has."""
+        counts: list[int] = []
         for key in chain:
-            holders = arrays[key] if key in arrays else self.holders(key)
-            if not len(holders):
+            holders = self._holders.get(key)
+            if holders is None:
                 break
-            found.append(holders)
-        return found
+            counts.append(len(holders))
+        return counts
 
     def has(self, replica: int, key: bytes) -> bool:
         """Whether a replica probably has the key."""

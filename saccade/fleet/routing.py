@@ -172,9 +172,14 @@ class Router:
         if candidates is None:
             return None
         patches, tokens = self._missing(request)
-        work = self._patch_s * patches + self._token_s * tokens
-        wait = np.maximum(self._free_at - now, 0.0)
-        cost = wait + self.policy.work_price * work + self._step_s * request.output_tokens + candidates.penalty
+        work = self._patch_s * patches  # in place from here on: a new array costs as much as the arithmetic
+        work += self._token_s * tokens
+        wait = self._free_at - now
+        np.maximum(wait, 0.0, out=wait)
+        cost = self.policy.work_price * work
+        cost += wait
+        cost += self._step_s * request.output_tokens
+        cost += candidates.penalty
         longest = self.policy.load_bound * float(wait @ candidates.share) + self.policy.load_floor_s
         cost[wait > longest] = np.inf
         slot = self._settle_ties(request, cost, work)
@@ -212,14 +217,15 @@ class Router:
 
     def _missing(self, request: RoutedRequest) -> tuple[Floats, Floats]:
         """Patches and prompt tokens of the request that each replica would compute."""
-        blocks = self._prefixes.holders_along(request.prefix)
+        prefix, counts = request.prefix, self._prefixes.counts_along(request.prefix)
         tokens = np.full(len(self._replicas), float(request.prompt_tokens))
-        for depth, (holders, deeper) in enumerate(itertools.pairwise([*blocks, NONE]), start=1):
-            if len(holders) != len(deeper):  # otherwise the same replicas have more
-                tokens[holders] = request.prompt_tokens - depth * PREFIX_BLOCK
-        patches = np.full(len(self._replicas), float(sum(image.patches for image in request.images)))
+        for depth, (count, deeper) in enumerate(itertools.pairwise([*counts, 0]), start=1):
+            if count != deeper:  # otherwise the same replicas have more
+                tokens[self._prefixes.holders(prefix[depth - 1])] = request.prompt_tokens - depth * PREFIX_BLOCK
+        patches = np.full(len(self._replicas), float(sum([image.patches for image in request.images])))
         for image in request.images:
-            pages = blocks[image.last_block] if image.last_block < len(blocks) else NONE
+            block = image.last_block
+            pages = self._prefixes.holders(prefix[block]) if block < len(counts) else NONE
             patches[_union(self._images.holders(image.key), pages)] -= image.patches
         return patches, tokens
 
@@ -227,11 +233,11 @@ class Router:
         """The slot of least cost; of several that are nearly equal, the one that rendezvous hashing ranks first."""
         best = int(cost.argmin())
         limit = float(cost[best]) + max(self.policy.tie_s, self.policy.home_share * float(work[best]))
-        if len(near := np.flatnonzero(cost <= limit)) == 1:
+        if len(near := (cost <= limit).nonzero()[0]) == 1:
             return best
         key = self._first_missing(request, best)
         if key is None:
-            key, near = request.id.encode(), np.flatnonzero(cost <= cost[best] + self.policy.tie_s)
+            key, near = request.id.encode(), (cost <= cost[best] + self.policy.tie_s).nonzero()[0]
         return int(near[ranks(key, self._digests[near]).argmax()])
 
     def _first_missing(self, request: RoutedRequest, slot: int) -> bytes | None:

@@ -169,7 +169,7 @@ class Autoscaler:
         if elapsed_s > 0:
             self.forecast.observe(load.arrived_s / elapsed_s, elapsed_s)
         self._last_s = load.time_s
-        if self._last_work_s is None or load.has_work:
+        if self._last_work_s is None or load.has_work or any(load.starting_s):  # what starts was asked for
             self._last_work_s = load.time_s
         rate = self.forecast.after(self.policy.warm_up_s, self.policy.margin, elapsed_s or 1.0)
         number, reason = self._wanted(load, rate)

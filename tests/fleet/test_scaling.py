@@ -83,6 +83,16 @@ def test_a_pool_scales_to_zero_after_idling_and_starts_for_the_first_request():
     assert autoscaler.decide(load(210.0, ready=0, waiting=0.1)).num_replicas == 1
 
 
+def test_a_pool_whose_replica_takes_longer_to_start_than_it_may_idle_is_not_emptied_before_it_serves():
+    autoscaler = Autoscaler(ScalingPolicy(idle_s=10.0, warm_up_s=60.0), min_replicas=0, max_replicas=1)
+    autoscaler.decide(load(0.0, ready=0, waiting=1.0))
+    starting = [autoscaler.decide(load(float(now), ready=0, starting=(60.0 - now,))) for now in range(1, 60)]
+    assert {one.num_replicas for one in starting} == {1}
+    served = [autoscaler.decide(load(float(now))) for now in range(60, 75)]
+    assert served[0].num_replicas == 1
+    assert served[-1].reason == "idle"
+
+
 def test_another_controller_keeps_the_replicas_it_finds():
     autoscaler = Autoscaler(ScalingPolicy(shrink_after_s=300.0), min_replicas=1, max_replicas=20)
     assert autoscaler.decide(load(0.0, ready=9)).num_replicas == 9

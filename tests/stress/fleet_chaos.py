@@ -233,6 +233,23 @@ def judge(load, kills):
     return counts, examples
 
 
+def report(load, kills, out):
+    """Print what became of the streams, and write it; returns the counts of endings."""
+    counts, examples = judge(load, kills)
+    continued = load.counts["saccade:fleet_requests_continued_total"]
+    lost = load.counts["saccade:fleet_requests_lost_total"]
+    result = {
+        "kills": Counter(kind for _, kind in kills), "requests": len(load.answers), "endings": counts,
+        "continued": continued, "lost": lost, "share continued": continued / max(1, continued + lost),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    for example in examples[:5]:
+        print(example)
+    if out:
+        Path(out).write_text(json.dumps(result))
+    return counts
+
+
 async def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "tiny"
@@ -260,18 +277,7 @@ async def main(arguments):
                 load.may_start.set()
                 await running
                 counting.cancel()
-    counts, examples = judge(load, kills)
-    continued = load.counts["saccade:fleet_requests_continued_total"]
-    lost = load.counts["saccade:fleet_requests_lost_total"]
-    result = {
-        "kills": Counter(kind for _, kind in kills), "requests": len(load.answers), "endings": counts,
-        "continued": continued, "lost": lost, "share continued": continued / max(1, continued + lost),
-    }  # fmt: skip
-    print(json.dumps(result, indent=1))
-    for example in examples[:5]:
-        print(example)
-    if arguments.out:
-        Path(arguments.out).write_text(json.dumps(result))
+            counts = report(load, kills, arguments.out)
     assert not counts["different"], "a whole answer differs from the undisturbed run"
     assert not [name for name in counts if name.startswith("unexplained")], "a stream ended without a typed error"
 

@@ -16,6 +16,9 @@ from saccade.engine.request import RequestOutput, merge_outputs
 from saccade.engine.transport.wire import encode_outputs
 from saccade.fleet.cluster.messages import pack
 
+_LEAST_REPORT_S = 0.01
+"""Seconds between two reports at least."""
+
 
 class FrontChannel:
     """One front. The engine's thread puts outputs; everything else runs in the event loop."""
@@ -24,7 +27,7 @@ class FrontChannel:
         self._loop = loop
         self._outputs: deque[RequestOutput] = deque()
         self._has_outputs = asyncio.Event()
-        self._is_scheduled = False
+        self._is_scheduled = self._is_report_due = False
         self.request_ids: set[str] = set()
         """Requests that have not ended."""
         self.heard_at = time.monotonic()
@@ -43,16 +46,24 @@ class FrontChannel:
             self._is_scheduled = True
             self._loop.call_soon_threadsafe(self._wake)
 
+    def report_soon(self) -> None:
+        """Report the load now, because it has changed by a request of another front."""
+        self._is_report_due = True
+        self._has_outputs.set()
+
     def _wake(self) -> None:
         self._is_scheduled = False
         self._has_outputs.set()
 
     async def messages(self, load: Callable[[], bytes | None], every_s: float) -> AsyncIterator[bytes]:
         """Messages of the channel: outputs as they come, and every so often the load of the replica if it changed."""
-        report_at = time.monotonic()
+        report_at = reported_at = 0.0
         while not self._is_closed:
+            if self._is_report_due:
+                report_at = min(report_at, reported_at + _LEAST_REPORT_S)
             if (wait_s := report_at - time.monotonic()) <= 0:
-                report_at = time.monotonic() + every_s
+                self._is_report_due, reported_at = False, time.monotonic()
+                report_at = reported_at + every_s
                 if (report := load()) is not None:
                     yield report
                 continue

@@ -159,6 +159,9 @@ class ReplicaService:
                 return
             self._count(sent.request, parts)
             await self._submit(sent, parts, media, lambda output: self._pass_on(channel, traced.observe(output)))
+            for other in self._fronts.values():
+                if other is not channel:  # this front has reserved the request
+                    other.report_soon()
         finally:
             self._preparing.discard(request_id)
 
@@ -290,10 +293,10 @@ class ReplicaService:
 
     def _statistics(self, images: tuple[Image, ...], prefixes: tuple[bytes, ...]) -> ReplicaStatistics:
         queued, costs, pool = self._host.queued(), self._costs, self._pool
+        work_s = costs.work_s(queued.num_queued_patches, queued.num_queued_tokens) if queued.num_queued_tokens else 0.0
         return ReplicaStatistics(
             as_of=time.time(), state="unhealthy" if self._host.has_failed else "ready",
-            queued_s=costs.work_s(queued.num_queued_patches, queued.num_queued_tokens),
-            num_running=self._host.num_open, images=images, prefixes=prefixes, costs=costs,
+            queued_s=work_s, num_running=self._host.num_open, images=images, prefixes=prefixes, costs=costs,
             pooled_patches=0 if pool is None else pool.num_patches,
             late_patches=0 if pool is None else pool.num_late_patches,
         )  # fmt: skip

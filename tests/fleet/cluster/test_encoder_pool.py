@@ -10,6 +10,7 @@ from engine.test_preprocessing import encoded, noise, turned
 from fleet.cluster.local_fleet import LocalFleet
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.fleet.cluster import encoder_pool
 from saccade.fleet.costs import CostModel
 from saccade.model.initialize import initialize_random, named_size
 
@@ -33,6 +34,13 @@ def expected(checkpoint):
     """What an engine that encodes its own images answers."""
     with Engine.load(checkpoint, device="cpu", config=EngineConfig(num_workers=0, num_pages=512)) as engine:
         yield lambda conversation: engine.generate(conversation, GREEDY)[0].token_ids
+
+
+@pytest.fixture(autouse=True)
+def patience(request, monkeypatch):
+    """An engine waits long for the pool, so that a busy machine decides nothing; not if the pool never answers."""
+    if "stuck" not in request.node.name:
+        monkeypatch.setattr(encoder_pool, "_LEAST_PATIENCE_S", 60.0)
 
 
 class Decoding:
@@ -174,5 +182,13 @@ def test_the_cache_of_an_encoder_is_bounded_in_tokens(checkpoint):
         assert 0 < sum(tokens) <= 128
         assert encoder._num_kept == sum(tokens)
         load = encoder.scaling_load()
+        assert load["arrived_s"] > 0
+        assert (load["waiting_s"], load["num_running"]) == (0, 0)
+
+
+def test_an_engine_without_requests_has_no_load_so_that_its_pool_may_become_empty(checkpoint):
+    with LocalFleet(checkpoint, ("one",)) as fleet:
+        answer(fleet, images(0))
+        load = fleet.replicas.services["one"].scaling_load()
         assert load["arrived_s"] > 0
         assert (load["waiting_s"], load["num_running"]) == (0, 0)

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from saccade.engine import RequestOptions, SamplingParams
+from saccade.fleet.cluster import encoder_pool
 from saccade.fleet.cluster.replica_tracing import ReplicaTracer
 from saccade.model.initialize import initialize_random, named_size
 from saccade.serve.record import RequestRecord
@@ -81,7 +82,8 @@ def record_of(**fields):
     return RequestRecord(id="req-1", route="/v1/chat/completions", model="tiny", **fields)
 
 
-def test_spans_of_front_engine_and_encoder_are_one_trace(checkpoint, collected):
+def test_spans_of_front_engine_and_encoder_are_one_trace(checkpoint, collected, monkeypatch):
+    monkeypatch.setattr(encoder_pool, "_LEAST_PATIENCE_S", 60.0)
     tracers = {"one": collected.tracer("one"), "encoder": collected.tracer("encoder")}
     front = RequestTracer(None, collected.provider("front"))
     with LocalFleet(checkpoint, ("one",), num_encoders=1, costs=COSTS, tracers=tracers) as fleet, Decoding(fleet):
