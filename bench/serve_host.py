@@ -36,11 +36,11 @@ from saccade.engine.device.loading import load_runner
 from saccade.engine.device.results import StepHandle
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.step_inputs import StepSize
+from saccade.engine.frames.connection import Connection
+from saccade.engine.frames.plain import outputs_from_plain
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.request import RequestOutput
 from saccade.engine.sampling_params import SamplingParams
-from saccade.engine.transport.plain import outputs_from_plain
-from saccade.engine.transport.process import Connection
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 from saccade.processor import Processor

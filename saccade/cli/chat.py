@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, TensorParallelOption, check_adapter
 from saccade.errors import ConfigError, RequestError, UserError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def chat(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     fps: Annotated[float, typer.Option(help="Frames per second to sample from video files.")] = 2.0,
+    tensor_parallel_size: TensorParallelOption = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -71,7 +72,9 @@ def chat(
         temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p, seed=seed, max_tokens=max_tokens
     )
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
-    config = EngineConfig(max_requests=1, num_workers=0, prefix_cache=question is None)
+    config = EngineConfig(
+        max_requests=1, num_workers=0, prefix_cache=question is None, tensor_parallel_size=tensor_parallel_size
+    )
     # The engine is closed before the event loop is, also after Ctrl-C: the engine's thread posts to the loop.
     with (
         asyncio.Runner() as runner,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.joins.evaluation import evaluation_config, is_url, open_model, run_on, training_data
-from saccade.cli.options import DeviceOption, DtypeOption, JsonOption
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, TensorParallelOption
 from saccade.cli.progress import task_progress
 from saccade.errors import ConfigError
 
@@ -80,6 +80,7 @@ def evaluate(
     ] = None,
     served_model: Annotated[str | None, typer.Option("--model", help="Of a URL: the model's name there.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Of a URL: the key.")] = None,
+    tensor_parallel_size: TensorParallelOption = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
@@ -97,7 +98,7 @@ def evaluate(
 
     def open_target(target: str, *, is_compared: bool = False) -> Any:
         own = None if is_compared else adapter
-        return open_model(target, served_model, api_key, str(device), dtype, own)
+        return open_model(target, served_model, api_key, str(device), dtype, own, tensor_parallel_size)
 
     if Results.is_results(Path(model)):
         results = [_results_folder(model)]

@@ -25,6 +25,12 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Data type to compute in; that of the checkpoint if not given.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
+TensorParallelOption = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size", min=1, help="GPUs of one engine, which divide every matrix; on a CPU, processes."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for scripts.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, overrides the file; may be repeated.")]
 WorkersOption = Annotated[

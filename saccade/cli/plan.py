@@ -22,6 +22,9 @@ def plan(
     ] = None,
     gpu: Annotated[str, typer.Option(help="H200, H100, A100, ..., or its memory in GiB.")] = "H200",
     gpus: Annotated[int, typer.Option("--gpus", "--ranks", min=1, help="Number of GPUs.")] = 1,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of one engine, which divide every matrix; for serving.")
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a packed sequence; default 16384. A recipe has its own.")
     ] = None,
@@ -77,7 +80,7 @@ def plan(
         "concurrency": concurrency,
         "latency_s": latency_s,
     }
-    serving = (*load.values(), image_size, context, *sizes.values(), kv_heads)
+    serving = (tensor_parallel_size, *load.values(), image_size, context, *sizes.values(), kv_heads)
     training = {
         "--tokens": tokens,
         "--patches": patches,
@@ -89,8 +92,9 @@ def plan(
         if given := [flag for flag, value in training.items() if value is not None]:
             raise ConfigError(f"{given[0]} is for training, but a plan of serving was asked for. Remove it")
         images = [_image_size(text) for text in image_size or []]
-        made = _plan_serving(model, sizes, kv_heads, gpu, gpus, load, images, context)
-        typer.echo(json.dumps(made.record()) if as_json else "\n".join(made.lines()))
+        made = _plan_serving(model, sizes, kv_heads, gpu, gpus, load, images, context, tensor_parallel_size or 1)
+        layouts = [] if as_json else _compare_layouts(model, sizes, gpu, gpus, made, context)
+        typer.echo(json.dumps(made.record()) if as_json else "\n".join([*made.lines(), *layouts]))
         return
     if model is None:
         raise ConfigError("no model. Give a checkpoint folder, a size such as 3b, or a training recipe")
@@ -107,7 +111,7 @@ def plan(
 
 def _plan_serving(
     model: str | None, sizes: dict[str, Any], kv_heads: int | None, gpu: str, gpus: int, load: dict[str, Any],
-    images: list[tuple[int, int]], context: int | None,
+    images: list[tuple[int, int]], context: int | None, num_ranks: int,
 ) -> Any:  # fmt: skip
     from saccade.plan.gpus import gpu_named
     from saccade.plan.served_model import described_model, image_cost, served_model
@@ -119,6 +123,8 @@ def _plan_serving(
     given: dict[str, Any] = {"text_tokens": 1024} | {name: value for name, value in load.items() if value is not None}
     if any(value is not None for value in (*sizes.values(), kv_heads)):
         _check_sizes(model, sizes, images)
+        if num_ranks > 1:
+            raise ConfigError("--tensor-parallel-size needs a model: give a checkpoint folder or a size such as 72b")
         served = described_model(
             parameters=sizes["--parameters"], num_layers=sizes["--layers"], num_heads=sizes["--heads"],
             head_dim=sizes["--head-dim"], num_kv_heads=kv_heads, max_length=context or 32768,
@@ -129,9 +135,25 @@ def _plan_serving(
             "--head-dim. Give one"
         )
     else:
-        served, cost = served_model(model, context), image_cost(model, images)
+        served, cost = served_model(model, context, num_ranks=num_ranks), image_cost(model, images)
         given = {"image_tokens": cost[0], "image_patches": cost[1]} | given
     return plan_serving(served, gpu_named(gpu), RequestLoad(**given), num_gpus=gpus)
+
+
+def _compare_layouts(
+    model: str | None, sizes: dict[str, Any], gpu: str, gpus: int, made: Any, context: int | None
+) -> list[str]:
+    """Engines of every possible number of ranks on several GPUs, for a model whose matrices are known."""
+    if gpus == 1 or model is None or any(value is not None for value in sizes.values()):
+        return []
+    from saccade.model.tensor_parallel import possible_ranks
+    from saccade.plan.gpus import gpu_named
+    from saccade.plan.served_model import model_config, served_model
+    from saccade.plan.serving import compare_layouts
+
+    numbers = [size for size in possible_ranks(model_config(model).language) if gpus % size == 0]
+    by_ranks = {size: served_model(model, context, num_ranks=size) for size in numbers}
+    return list(compare_layouts(by_ranks, gpu_named(gpu), made.load, num_gpus=gpus))
 
 
 def _check_sizes(model: str | None, sizes: dict[str, Any], images: list[tuple[int, int]]) -> None:

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import CommandGroup, DeviceOption, DtypeOption, JsonOption, check_adapter, check_modules
+from saccade.cli.options import (
+    CommandGroup,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    TensorParallelOption,
+    check_adapter,
+    check_modules,
+)
 from saccade.errors import ConfigError
 from saccade.workers.process import exit_on_interrupt
 
@@ -54,6 +62,7 @@ def serve(
         typer.Option("--set", help="Any other limit, serve.KEY=VALUE or engine.KEY=VALUE; may be repeated."),
     ] = None,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON lines.")] = False,
+    tensor_parallel_size: TensorParallelOption = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
 ) -> None:
@@ -83,7 +92,10 @@ def serve(
     if json_logs:
         set_up_logging(as_json=True, verbose=logging.getLogger("saccade").level == logging.DEBUG)
     source = None if chat_template is None else check_template(chat_template)
-    engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests, chat_template=source)
+    engine = EngineConfig(
+        core_process=True, max_length=max_model_len, max_requests=max_requests, chat_template=source,
+        tensor_parallel_size=tensor_parallel_size,
+    )  # fmt: skip
     run(
         folder,
         override_config(config, overrides["serve"], "--set serve"),

@@ -2,9 +2,9 @@
 
     conversation -> preprocess -> request -> schedule -> run -> sample -> detokenize -> completion
 
-Start with `engine.py`, the public API, which joins four packages: `frontend` turns conversations into tokens and output
-tokens into text; `core` decides what each step computes, in plain Python over integers; `device` runs the steps;
-`transport` carries messages between front end and core.
+Start with `engine.py`, the public API, which joins packages: `frontend` turns conversations into tokens and tokens into
+text; `core` decides what each step computes, in plain Python over integers; `device` runs the steps, on several
+GPUs with `ranks`; `transport` carries messages between front end and core, in the `frames` of processes.
 """
 
 from typing import TYPE_CHECKING

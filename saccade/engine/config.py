@@ -50,7 +50,12 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Run steps and the vision encoder as CUDA graphs, which are captured by size before the engine is ready."""
     core_process: bool = False
-    """Run the engine core in a process of its own, so that it does not share the caller's interpreter."""
+    """Run the engine core in a process of its own, so that it does not share the caller's interpreter. Several ranks
+    always do."""
+    tensor_parallel_size: int = 1
+    """Number of GPUs that one engine runs on, each with a part of every matrix. On a CPU: number of processes."""
+    rank_timeout_s: float = 60.0
+    """Seconds that a step may take with several ranks. After that the engine has failed: one of them hangs."""
     max_waiting_requests: int = 4096
     """Maximum number of waiting requests; more are refused at once."""
     num_workers: int | None = None
@@ -89,6 +94,7 @@ class EngineConfig:
             "encoder_cache_tokens",
             "max_waiting_requests",
             "max_adapter_rank",
+            "tensor_parallel_size",
         ):
             self._check_whole(name, least=1)
         for name in (
@@ -108,7 +114,8 @@ class EngineConfig:
             self._check_positive("target_step_ms", "a positive number of milliseconds")
         if not isinstance(self.chat_template, str | None):
             raise ConfigError(f"chat_template is {self.chat_template!r}; use the source of a template, which is text")
-        self._check_positive("preprocess_timeout_s", "a positive number of seconds")
+        for name in ("preprocess_timeout_s", "rank_timeout_s"):
+            self._check_positive(name, "a positive number of seconds")
         if self.max_draft_tokens is not None and self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
 
@@ -116,6 +123,11 @@ class EngineConfig:
     def cache_format(self) -> KVFormat:
         """`kv_format` of a model whose folder names none."""
         return "model" if self.kv_format == "auto" else self.kv_format
+
+    @property
+    def has_core_process(self) -> bool:
+        """Whether the core is in a process of its own."""
+        return self.core_process or self.tensor_parallel_size > 1
 
     def draft_tokens(self, device_type: str) -> int:
         """`max_draft_tokens`, or its default for a type of device."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,14 +68,18 @@ class Engine(RunningEngine):
         config: EngineConfig | None = None,
         limits: MediaLimits | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        tensor_parallel_size: int | None = None,
     ) -> Engine:
         """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request.
 
+        `tensor_parallel_size`: GPUs that divide every matrix, instead of the number in `config`.
         `adapters` are PEFT folders by the name that requests use. A broken one is refused alone, see
         `refused_adapters`. `config` can have slots for more.
         """
         config = config or EngineConfig()
-        with spare_core(str(device), is_needed=config.core_process) as spare:
+        if tensor_parallel_size is not None:
+            config = replace(config, tensor_parallel_size=tensor_parallel_size)
+        with spare_core(str(device), is_needed=config.has_core_process) as spare:
             from saccade.engine.load_core import with_slots
             from saccade.model.families import family_of
 

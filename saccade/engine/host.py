@@ -79,7 +79,7 @@ class EngineHost(RunningEngine):
     ) -> EngineHost:
         """Load a checkpoint folder; the arguments are those of `Engine.load`."""
         config = config or EngineConfig()
-        with spare_core(str(device), is_needed=config.core_process) as spare:
+        with spare_core(str(device), is_needed=config.has_core_process) as spare:
             from saccade.engine.load_core import with_slots
             from saccade.model.families import family_of
 

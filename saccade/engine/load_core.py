@@ -15,10 +15,11 @@ from saccade.engine.core.grammar.compiler import GrammarCompiler
 from saccade.engine.core.grammar.grammars import Grammars
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.device.loading import load_runner
-from saccade.engine.device.runner import PixelScale
+from saccade.engine.device.runner import PixelScale, Runner
 from saccade.errors import UserError
 from saccade.model.adapters import adapter_rank
 from saccade.model.families import load_model_config
+from saccade.model.tensor_parallel import check_divisible
 from saccade.processor import Processor
 
 
@@ -34,11 +35,27 @@ def load_core(
     grammars = load_grammars(folder, processor)
     try:
         pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
-        runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+        runner = _load_runner(folder, config, pixels, device, dtype)
     except BaseException:
         grammars.close()
         raise
     return EngineCore(runner, grammars=grammars)
+
+
+def _load_runner(
+    folder: Path, config: EngineConfig, pixels: PixelScale, device: str | torch.device, dtype: str | torch.dtype | None
+) -> Runner:
+    if config.tensor_parallel_size == 1:
+        return load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+    from saccade.engine.ranks.launch import Ranks, rank_devices
+
+    check_divisible(load_model_config(folder).language, config.tensor_parallel_size)  # before processes start
+    ranks = Ranks(rank_devices(device, config.tensor_parallel_size), timeout_s=config.rank_timeout_s)
+    try:
+        return ranks.load(folder, config, pixels=pixels, dtype=dtype)
+    except BaseException:
+        ranks.kill()
+        raise
 
 
 def load_grammars(folder: Path, processor: Processor) -> Grammars:

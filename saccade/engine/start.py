@@ -153,7 +153,7 @@ def _connect(
     spare: SpareCore,
 ) -> Connect:
     """How to start the core: in a process, or in a thread, for which the model is loaded here."""
-    if not config.core_process:
+    if not config.has_core_process:
         from saccade.engine.load_core import load_core
 
         processor = processor or Processor.load(folder, chat_template=config.chat_template)

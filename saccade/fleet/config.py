@@ -82,7 +82,7 @@ class VersionConfig:
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters: the name in requests = the adapter's folder."""
     gpus_per_replica: float = 1.0
-    """GPUs that an engine replica reserves: 0 on a CPU, 1, or a fraction to share a GPU."""
+    """GPUs that an engine replica reserves: 0 on a CPU, `engine.tensor_parallel_size`, or a fraction to share one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Settings of the engine."""
     costs: CostModel | None = None
@@ -102,7 +102,7 @@ class VersionConfig:
                 f"version {self.name!r} has {len(self.adapters)} adapters, and its engine {self.engine.max_adapters} "
                 f"adapter slots. {remedy}"
             )
-        _check_gpus(self.gpus_per_replica)
+        _check_gpus(self.gpus_per_replica, self.engine.tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +274,14 @@ def _check_amount(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value:g}; use a number from 0")
 
 
-def _check_gpus(count: float) -> None:
-    if not 0 <= count <= 1:
-        raise ConfigError(f"gpus_per_replica is {count:g}; an engine uses one GPU. Use 0, 1, or a fraction of one")
+def _check_gpus(count: float, num_ranks: int = 1) -> None:
+    if num_ranks > 1 and count not in (0, num_ranks):
+        raise ConfigError(
+            f"gpus_per_replica is {count:g}, but engine.tensor_parallel_size is {num_ranks}. Use {num_ranks}, or 0 on "
+            "a CPU"
+        )
+    if num_ranks == 1 and not 0 <= count <= 1:
+        raise ConfigError(
+            f"gpus_per_replica is {count:g}; an engine uses one GPU. Use 0, 1, or a fraction of one, or "
+            "set engine.tensor_parallel_size"
+        )

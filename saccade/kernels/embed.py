@@ -45,13 +45,20 @@ class ImageRows(NamedTuple):
 
 def embed_reference(tokens: StepTokens, embedding_VD: Tensor, images: ImageRows | None = None) -> Tensor:
     """[T, D]: the formula above, in plain PyTorch."""
+    rows_TD = torch.nn.functional.embedding(token_ids_of(tokens), embedding_VD)
+    return rows_TD if images is None else insert_features(rows_TD, images)
+
+
+def token_ids_of(tokens: StepTokens) -> Tensor:
+    """[T] int64: the tokens of a step."""
     is_last = tokens.last_token_slots < len(tokens.last_tokens) - 1
-    token_ids = torch.where(is_last, tokens.last_tokens[tokens.last_token_slots], tokens.token_ids)
-    rows_TD = torch.nn.functional.embedding(token_ids, embedding_VD)
-    if images is None:
-        return rows_TD
+    return torch.where(is_last, tokens.last_tokens[tokens.last_token_slots], tokens.token_ids)
+
+
+def insert_features(rows_TD: Tensor, images: ImageRows) -> Tensor:
+    """[T, D]: the rows, or the features of tokens that have some."""
     has_features = images.rows < len(images.features) - 1
-    found_TD = images.features[:, : embedding_VD.shape[1]].index_select(0, images.rows)
+    found_TD = images.features[:, : rows_TD.shape[1]].index_select(0, images.rows)
     return torch.where(has_features[:, None], found_TD, rows_TD)
 
 

@@ -69,6 +69,11 @@ def in_row_chunks(function: Callable[[Input], Tensor], x: Input) -> Tensor:
     return out
 
 
+def row_chunks(num_rows: int) -> list[int]:
+    """Sizes of the chunks of `in_row_chunks`."""
+    return [min(_CHUNK_ROWS, num_rows - first) for first in range(0, max(1, num_rows), _CHUNK_ROWS)]
+
+
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)). In memory the intermediate size is aligned."""
 

@@ -199,7 +199,7 @@ class GroupExchange:
     """Exchange without gradients over a process group: the residual stream is whole on every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup | None = group
         self._size = dist.get_world_size(group)
 
     def divide(self, x_TD: Tensor, features: Any) -> tuple[Tensor, Any]:

@@ -25,6 +25,8 @@ class Gpu:
     """Peak with fp8 operands."""
     int8: float | None = None
     """Peak with int8 operands."""
+    link: float = 32e9
+    """Bandwidth to the other GPUs of the machine, in bytes per second and direction: NVLink, or PCIe 4.0 x16."""
 
     def peak(self, scheme: str) -> float | None:
         """Peak of the products of a storage scheme; 4-bit weights are multiplied in bf16."""
@@ -32,11 +34,11 @@ class Gpu:
 
 
 GPUS = (
-    Gpu(name="B200", gib=178.0, bandwidth=8.0e12, bf16=2250e12, fp8=4500e12, int8=4500e12),
-    Gpu(name="H200", gib=139.8, bandwidth=4.8e12, bf16=989e12, fp8=1979e12, int8=1979e12),
-    Gpu(name="H100", gib=79.1, bandwidth=3.35e12, bf16=989e12, fp8=1979e12, int8=1979e12),
-    Gpu(name="A100", gib=79.1, bandwidth=2.04e12, bf16=312e12, int8=624e12),
-    Gpu(name="A100-40GB", gib=39.4, bandwidth=1.56e12, bf16=312e12, int8=624e12),
+    Gpu(name="B200", gib=178.0, bandwidth=8.0e12, bf16=2250e12, fp8=4500e12, int8=4500e12, link=900e9),
+    Gpu(name="H200", gib=139.8, bandwidth=4.8e12, bf16=989e12, fp8=1979e12, int8=1979e12, link=450e9),
+    Gpu(name="H100", gib=79.1, bandwidth=3.35e12, bf16=989e12, fp8=1979e12, int8=1979e12, link=450e9),
+    Gpu(name="A100", gib=79.1, bandwidth=2.04e12, bf16=312e12, int8=624e12, link=300e9),
+    Gpu(name="A100-40GB", gib=39.4, bandwidth=1.56e12, bf16=312e12, int8=624e12, link=300e9),
     Gpu(name="L40S", gib=44.4, bandwidth=0.864e12, bf16=362e12, fp8=733e12, int8=733e12),
     Gpu(name="L4", gib=22.0, bandwidth=0.3e12, bf16=121e12, fp8=242e12, int8=242e12),
     Gpu(name="RTX4090", gib=23.5, bandwidth=1.01e12, bf16=165e12, fp8=330e12, int8=661e12),

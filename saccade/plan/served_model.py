@@ -12,13 +12,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.device.kv_cache import KVShape
+from saccade.engine.device.divided_forward import step_collectives
+from saccade.engine.device.kv_cache import KVShape, kv_shape
+from saccade.engine.device.rank_exchange import LoneRank
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.startup import profile_largest_step
 from saccade.errors import ConfigError
@@ -29,6 +31,8 @@ from saccade.model.linear import Linear, projections
 from saccade.model.live_bytes import LiveBytes, MetaCache, peak_bytes
 from saccade.model.quantization import StoredScheme, fitting_group
 from saccade.model.quantized_linear import Linear8bit, quantized_form
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import connect, shard_model
 from saccade.model.vlm import VLM
 from saccade.model.weights import meta_model
 from saccade.processor.families import load_rules
@@ -41,6 +45,20 @@ _UNKNOWN_STEP_BYTES = 2 << 30
 """Buffers and largest step of a model of which only sizes are given."""
 _INT4_BYTES = 0.5 + 2 / 128
 """Bytes per weight in 4 bits: a 16-bit scale for 128."""
+
+
+class Exchanges(NamedTuple):
+    """Collectives of a step of a tensor-parallel engine."""
+
+    num_collectives: int
+    """Number of collectives."""
+    bytes_per_token: int
+    """Bytes of every rank's tensors, per token: sums over the layers."""
+    bytes_per_sample: int
+    """Bytes that every rank receives per sampled token: the logits of the others."""
+
+
+NO_EXCHANGES = Exchanges(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +83,10 @@ class ServedModel:
     """Context length."""
     vocab_size: int = 0
     """Tokens of the vocabulary, whose counts a sampler with penalties keeps."""
+    num_ranks: int = 1
+    """GPUs of one engine. All other sizes are those of the rank with the most."""
+    exchanges: Exchanges = NO_EXCHANGES
+    """What the ranks exchange in a step."""
 
 
 def model_config(model: str) -> ModelConfig:
@@ -81,13 +103,13 @@ def model_config(model: str) -> ModelConfig:
     return named_size(name)
 
 
-def served_model(model: str, max_length: int | None = None) -> ServedModel:
-    """The model of a checkpoint folder, a published checkpoint or a named size."""
+def served_model(model: str, max_length: int | None = None, *, num_ranks: int = 1) -> ServedModel:
+    """The model of a checkpoint folder, a published checkpoint or a named size, or a rank's part of it."""
     config, stored = model_config(model), None
     if Path(model).is_dir():
         on_meta, quantization = meta_model(Path(model))
         stored = None if quantization is None else on_meta
-    return configured_model(model, config, EngineConfig(), max_length, stored)
+    return configured_model(model, config, EngineConfig(), max_length, stored, num_ranks=num_ranks)
 
 
 def described_model(
@@ -108,27 +130,44 @@ def described_model(
 
 
 def configured_model(
-    name: str, config: ModelConfig, engine: EngineConfig, max_length: int | None = None, stored: VLM | None = None
-) -> ServedModel:
-    """A model by its config. `stored`: the model of a compressed folder, on the meta device."""
+    name: str, config: ModelConfig, engine: EngineConfig, max_length: int | None = None, stored: VLM | None = None,
+    *, num_ranks: int = 1,
+) -> ServedModel:  # fmt: skip
+    """A model by its config. `stored`: the model of a compressed folder, on the meta device.
+
+    `num_ranks`: of one engine; the plan is for rank 0, which has the most.
+    """
     language = config.language
     max_length = max_length or language.max_positions
     with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
         model = VLM(config).to(torch.bfloat16)
+    if num_ranks > 1:
+        for one in [model] if stored is None else [model, stored]:
+            shard_model(one, TensorRank(0, num_ranks))
     stored_by = {scheme: stored_bytes(model, scheme) for scheme in SCHEMES}
     if stored is not None:
         stored_by = {STORED: stored_bytes(stored, STORED)}
     return ServedModel(
         name=name,
-        shape=KVShape(language.num_layers, language.num_kv_heads, language.head_dim),
+        shape=kv_shape(model),
         weight_bytes={scheme: sum(parts.values()) for scheme, parts in stored_by.items()},
         decode_bytes={scheme: _decode_bytes(parts) for scheme, parts in stored_by.items()},
-        step_bytes=step_bytes(model, engine, max_length),
-        num_decoder_parameters=_num_elements(model.language.layers) + language.vocab_size * language.hidden_size,
+        step_bytes=step_bytes(model, engine, max_length, num_ranks),
+        num_decoder_parameters=_num_elements(model.language.layers) + _num_elements(model.language.embed_tokens),
         num_tower_parameters=_num_elements(model.vision),
         max_length=max_length,
         vocab_size=language.vocab_size,
+        num_ranks=num_ranks,
+        exchanges=NO_EXCHANGES if num_ranks == 1 else _exchanges(model, num_ranks),
     )
+
+
+def _exchanges(model: VLM, num_ranks: int) -> Exchanges:
+    """The collectives of a step with one token, from the list that the engine completes after a failure."""
+    one = step_collectives(model, 1, num_tokens=1, num_selected=1, num_logits=1)
+    sums = sum(each.num_bytes for each in one if each.kind == "sum")
+    logits = sum(each.num_bytes for each in one if each.kind == "gather")
+    return Exchanges(len(one), sums, (num_ranks - 1) * logits)
 
 
 QUANTIZED_PARTS: dict[str, tuple[Literal["fp8", "int8", "int4"], tuple[str, ...]]] = {
@@ -174,13 +213,17 @@ def _num_bytes(module: nn.Module) -> int:
     return plain + sum(2 * layer.out_features for layer in module.modules() if isinstance(layer, Linear8bit))
 
 
-def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
+def step_bytes(model: VLM, config: EngineConfig, max_length: int, num_ranks: int = 1) -> int:
     """Bytes of the engine's buffers and largest step, in a dry run of its profile."""
     grey = PixelScale(mean=(0.5,) * model.config.vision.in_channels, std=(0.5,) * model.config.vision.in_channels)
     eager = dataclasses.replace(config, cuda_graphs=False)
+    exchange = LoneRank(0, num_ranks) if num_ranks > 1 else None
+    if exchange is not None:
+        connect(model, exchange)
     live = LiveBytes(*model.parameters(), *model.buffers())
     with launch.dry_run(), live, torch.inference_mode():
-        profile_largest_step(Runner(model, eager, pixels=grey, num_pages=1, max_length=max_length))
+        runner = Runner(model, eager, pixels=grey, num_pages=1, max_length=max_length, exchange=exchange)
+        profile_largest_step(runner)
     return peak_bytes(live.phases())
 
 

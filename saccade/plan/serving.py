@@ -5,15 +5,15 @@
     requests at once        pages / pages of a request
 
 Nothing is derived by hand that the engine has: weights, buffers and the largest step are measured on the meta device
-(`served_model.py`), pages are computed by the engine's own functions. A GPU serves a whole model, so several GPUs are
-replicas. Times are estimates (`throughput.py`).
+(`served_model.py`), pages are computed by the engine's own functions. Several GPUs are replicas, each on the number of
+ranks of its model (`ServedModel.num_ranks`). Times are estimates (`throughput.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from saccade.engine.device.loading import gpu_pages
 from saccade.errors import ConfigError
 from saccade.plan.gpus import Gpu
 from saccade.plan.served_model import ServedModel
-from saccade.plan.throughput import RequestLoad, Times, steady_state
+from saccade.plan.throughput import RequestLoad, Times, decode_step_s, exchange_s, steady_state
 
 GIB = 2**30
 _OUTSIDE_BYTES = GIB // 2
@@ -104,6 +104,11 @@ class ServingPlan:
     """The schemes; what loses least comes first."""
 
     @property
+    def num_replicas(self) -> int:
+        """Engines on all GPUs."""
+        return self.num_gpus // self.model.num_ranks
+
+    @property
     def chosen(self) -> Fit | None:
         """The first that fits and keeps up with the load, or else the first that fits."""
         fitting = [fit for fit in self.fits if fit.fits]
@@ -129,7 +134,7 @@ class ServingPlan:
         yield (
             f"serving {self.model.name} on {self.num_gpus} x {self.gpu.name}: {self.gpu.gib:.1f} GiB each, "
             f"{self.usable_bytes / GIB:.1f} usable (gpu_memory_utilization {self.config.gpu_memory_utilization}); "
-            "one model per GPU"
+            f"{'one model per GPU' if self.model.num_ranks == 1 else f'{self.model.num_ranks} ranks per engine'}"
         )
         yield (
             f"  a request: {load.text_tokens} text + {load.image_tokens} image tokens, {load.num_output} of them "
@@ -143,6 +148,12 @@ class ServingPlan:
             kv_gib = load.concurrency * self.kv_bytes_per_request / GIB
             yield f"  {load.concurrency} requests at once: {kv_gib:.2f} GiB of KV cache"
         yield f"  buffers and largest step of the engine: {self.model.step_bytes / GIB:.2f} GiB"
+        if self.model.num_ranks > 1:
+            yield (
+                f"  weights, KV cache and pages are those of one rank; {self.model.exchanges.num_collectives} "
+                f"collectives per step over {self.gpu.link / 1e9:g} GB/s per GPU "
+                "(assumed: 70 % of it, 10 us each)"
+            )
 
     def _table(self) -> Iterator[str]:
         yield f"  {'weights':<10}{'KV cache':<10}{'GiB':>7}{'pages':>9}{'requests':>10}"
@@ -157,7 +168,9 @@ class ServingPlan:
         if fit is None:
             yield f"no scheme fits. {self._remedy()}"
             return
-        yield f"choose {fit.scheme} weights and a {fit.kv_name} KV cache: {fit.command}"
+        ranks = f" --tensor-parallel-size {self.model.num_ranks}" if self.model.num_ranks > 1 else ""
+        yield f"choose {fit.scheme} weights and a {fit.kv_name} KV cache: {fit.command}{ranks}"
+        yield from self._decode_times(fit)
         if fit.needed is not None and fit.needed > self.config.max_requests:
             yield (
                 f"  the engine runs {self.config.max_requests} requests at once by default: "
@@ -165,11 +178,25 @@ class ServingPlan:
             )
         yield from self._rates(fit)
 
+    def _decode_times(self, fit: Fit) -> Iterator[str]:
+        """Estimated time per output token of few and many requests."""
+        if self.model.num_ranks == 1:
+            return
+        kv_bytes = fit.page_bytes * fit.pages_per_request
+        for count in sorted({1, min(64, fit.num_requests), min(fit.num_requests, self.config.max_requests)}):
+            step_s = decode_step_s(self.model, self.gpu, fit.scheme, kv_bytes, count)
+            if step_s is not None:
+                yield (
+                    f"  estimated: {step_s * 1e3:.1f} ms per token with {count} request{'s' * (count > 1)} "
+                    f"({exchange_s(self.model, self.gpu, count, count) * 1e3:.1f} of it between ranks), "
+                    f"{count / step_s:,.0f} tokens/s"
+                )
+
     def _rates(self, fit: Fit) -> Iterator[str]:
         load, times = self.load, fit.times
         if load.requests_per_s is None:
             return
-        rate = load.requests_per_s / self.num_gpus
+        rate = load.requests_per_s / self.num_replicas
         yield (
             f"  needed per GPU: {rate:g} requests/s, {rate * load.num_output:,.0f} output and "
             f"{rate * load.num_prompt:,.0f} prompt tokens/s; by Little's law {fit.num_requests} requests at once must "
@@ -192,10 +219,10 @@ class ServingPlan:
         total = self.load.requests_per_s
         if total is None or self.gpu.bandwidth is None or self.gpu.peak(fit.scheme) is None:
             return None
-        kv_bytes = fit.page_bytes * fit.pages_per_request
+        kv_bytes, ranks = fit.page_bytes * fit.pages_per_request, self.model.num_ranks
 
         def keeps_up(gpus: int) -> bool:
-            times = steady_state(self.model, self.gpu, fit.scheme, kv_bytes, self.load, total / gpus)
+            times = steady_state(self.model, self.gpu, fit.scheme, kv_bytes, self.load, total * ranks / gpus)
             return times is not None and times.in_progress <= max(fit.num_requests, 1)
 
         most = self.num_gpus
@@ -210,7 +237,7 @@ class ServingPlan:
     def _remedy(self) -> str:
         smallest = min(self.fits, key=lambda fit: fit.weight_bytes)
         if smallest.num_requests < 1:
-            return "Use a larger GPU or a smaller model: the engine does not split a model over GPUs"
+            return "Use a larger GPU, a smaller model, or more ranks: --gpus N --tensor-parallel-size N"
         most = max(fit.num_requests for fit in self.fits)
         return f"Use more GPUs, or shorter requests: at most {most} fit at once on one"
 
@@ -221,6 +248,7 @@ class ServingPlan:
             "model": self.model.name,
             "gpu": self.gpu.name,
             "num_gpus": self.num_gpus,
+            "tensor_parallel_size": self.model.num_ranks,
             "usable_bytes": self.usable_bytes,
             "kv_bytes_per_request": self.kv_bytes_per_request,
             "kv_bytes": None if load.concurrency is None else load.concurrency * self.kv_bytes_per_request,
@@ -238,7 +266,12 @@ class ServingPlan:
 def plan_serving(
     model: ServedModel, gpu: Gpu, load: RequestLoad, *, num_gpus: int = 1, config: EngineConfig | None = None
 ) -> ServingPlan:
-    """Compare all storage schemes for a model, a load and GPUs with one replica each."""
+    """Compare all storage schemes for a model, a load and GPUs, of which each replica has those of its ranks."""
+    if num_gpus % model.num_ranks:
+        raise ConfigError(
+            f"{num_gpus} GPUs are not whole engines of {model.num_ranks} ranks. Use --gpus {model.num_ranks}, or a "
+            "multiple of it"
+        )
     if load.tokens > model.max_length:
         raise ConfigError(
             f"a request of {load.tokens} tokens, but the context length is {model.max_length}. "
@@ -249,6 +282,32 @@ def plan_serving(
     kv_formats: tuple[KVFormat, ...] = ("model", small)
     fits = [_fit(plan, scheme, kv_format) for scheme in model.weight_bytes for kv_format in kv_formats]
     return dataclasses.replace(plan, fits=fits)
+
+
+def compare_layouts(
+    by_ranks: Mapping[int, ServedModel], gpu: Gpu, load: RequestLoad, *, num_gpus: int
+) -> Iterator[str]:
+    """A line for every number of ranks per engine on these GPUs: what fits, time per token, and tokens per second."""
+    yield f"layouts of {num_gpus} GPUs, each with its first scheme that fits"
+    for num_ranks, model in by_ranks.items():
+        plan = plan_serving(model, gpu, load, num_gpus=num_gpus)
+        name = f"  {plan.num_replicas} x {num_ranks} rank{'s' * (num_ranks > 1)}"
+        fit = plan.chosen
+        if fit is None:
+            yield f"{name}: no scheme fits"
+            continue
+        most = min(fit.num_requests, plan.config.max_requests)
+        kv_bytes = fit.page_bytes * fit.pages_per_request
+        few_s, many_s = (decode_step_s(model, gpu, fit.scheme, kv_bytes, count) for count in (1, most))
+        if few_s is None or many_s is None:
+            yield f"{name}: {fit.scheme}, {plan.num_replicas * fit.num_requests} requests at once"
+            continue
+        total = plan.num_replicas * most / many_s
+        late = "" if fit.keeps_up else "; does not keep up with the load"
+        yield (
+            f"{name}: {fit.scheme}, {few_s * 1e3:.1f} ms per token with 1 request per engine, {many_s * 1e3:.1f} with "
+            f"{most}; {total:,.0f} tokens/s in all; {plan.num_replicas * fit.num_requests} requests at once{late}"
+        )
 
 
 def _fit(plan: ServingPlan, scheme: str, kv_format: KVFormat) -> Fit:
@@ -264,7 +323,7 @@ def _fit(plan: ServingPlan, scheme: str, kv_format: KVFormat) -> Fit:
     obstacle = _obstacle(plan, scheme, num_pages, pages_per_request, needed)
     room = f"room for {num_pages // pages_per_request} requests at once" + (f", {needed} needed" if needed else "")
     if needed is None and plan.gpu.bandwidth is not None:
-        room += f", but it does not keep up with {(plan.load.requests_per_s or 0) / plan.num_gpus:g} requests/s"
+        room += f", but it does not keep up with {(plan.load.requests_per_s or 0) / plan.num_replicas:g} requests/s"
     return Fit(
         scheme=scheme, kv_format=kv_format, weight_bytes=weights, page_bytes=page_bytes, num_pages=num_pages,
         pages_per_request=pages_per_request, needed=needed, times=times, fits=obstacle is None, reason=obstacle or room,
@@ -275,10 +334,10 @@ def _needed(plan: ServingPlan, scheme: str, kv_bytes: int) -> tuple[int | None, 
     """(requests in progress on one GPU, times)."""
     load = plan.load
     if load.concurrency is not None:
-        return math.ceil(load.concurrency / plan.num_gpus), None
+        return math.ceil(load.concurrency / plan.num_replicas), None
     if load.requests_per_s is None:
         return 1, None
-    rate = load.requests_per_s / plan.num_gpus
+    rate = load.requests_per_s / plan.num_replicas
     if load.latency_s is not None:
         return math.ceil(rate * load.latency_s), None
     times = steady_state(plan.model, plan.gpu, scheme, kv_bytes, load, rate)

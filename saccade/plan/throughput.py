@@ -16,6 +16,24 @@ _COMPUTE_SHARE = 0.5
 """Share of the peak that prefill reaches: 540 of 989 TFLOP/s on an H200."""
 
 
+_LINK_SHARE = 0.7
+"""Share of a link's bandwidth that a large all-reduce reaches. Assumed: NCCL's on NVLink, not measured here."""
+_COLLECTIVE_S = 10e-6
+"""Time of a small collective in a CUDA graph. Assumed, likewise."""
+
+
+def exchange_s(model: ServedModel, gpu: Gpu, num_tokens: float, num_samples: float) -> float:
+    """Time in which the ranks of an engine exchange what a step needs, while none of them computes.
+
+    A ring sends each byte of a sum 2 (N - 1) / N times.
+    """
+    if model.num_ranks == 1:
+        return 0.0
+    found, share = model.exchanges, 2 * (model.num_ranks - 1) / model.num_ranks
+    num_bytes = found.bytes_per_token * num_tokens * share + found.bytes_per_sample * num_samples
+    return found.num_collectives * _COLLECTIVE_S + num_bytes / (gpu.link * _LINK_SHARE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestLoad:
     """Requests to be served, all alike."""
@@ -84,19 +102,35 @@ def steady_state(
         return None
     flops, bandwidth = peak * _COMPUTE_SHARE, gpu.bandwidth * _BANDWIDTH_SHARE
     products = model.num_decoder_parameters * load.num_prompt + model.num_tower_parameters * load.image_patches
-    prefill_s = 2.0 * products / flops
+    fixed_s, by_request_s = _exchange_times(model, gpu)
+    prefill_s = 2.0 * products / flops + exchange_s(model, gpu, load.num_prompt, 1)
     decoding = 1.0 - rate * prefill_s
     if decoding <= 0.0:
         return None
     weights = model.decode_bytes[scheme]
-    # step = (weights + n kv) / bandwidth and n = rate * (prefill + output * step / decoding): linear in n.
-    per_request = rate * load.num_output * kv_bytes / bandwidth / decoding
+    # step = fixed + n each and n = rate * (prefill + output * step / decoding): linear in n.
+    fixed_s, each_s = fixed_s + weights / bandwidth, by_request_s + kv_bytes / bandwidth
+    per_request = rate * load.num_output * each_s / decoding
     if per_request >= 1.0:
         return None
-    fixed = rate * (prefill_s + load.num_output * weights / bandwidth / decoding)
+    fixed = rate * (prefill_s + load.num_output * fixed_s / decoding)
     in_progress = fixed / (1.0 - per_request)
-    reading_s = (weights + in_progress * kv_bytes) / bandwidth
+    reading_s = fixed_s + in_progress * each_s
     computing_s = 2.0 * model.num_decoder_parameters * in_progress / flops
     step_s = max(reading_s, computing_s) / decoding
     latency_s = prefill_s + load.num_output * step_s
     return Times(prefill_s, step_s, latency_s, max(in_progress, rate * latency_s))
+
+
+def _exchange_times(model: ServedModel, gpu: Gpu) -> tuple[float, float]:
+    """(time of a decode step's exchanges without requests, and what each request adds)."""
+    fixed_s = exchange_s(model, gpu, 0, 0)
+    return fixed_s, exchange_s(model, gpu, 1, 1) - fixed_s
+
+
+def decode_step_s(model: ServedModel, gpu: Gpu, scheme: str, kv_bytes: int, num_requests: int) -> float | None:
+    """Time of a step that decodes `num_requests`, each with `kv_bytes` of KV cache. None: the GPU is not known."""
+    if gpu.bandwidth is None:
+        return None
+    reading_s = (model.decode_bytes[scheme] + num_requests * kv_bytes) / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    return reading_s + exchange_s(model, gpu, num_requests, num_requests)

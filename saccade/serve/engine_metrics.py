@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class ModelCollector:
         with self._lock:
             core = self._totals.update(engine.statistics)
         yield from self._core(core)
+        yield from self._ranks(engine.statistics.ranks)
         yield from self._caches(core, engine.statistics, engine.preprocessing_statistics)
         yield from self._pages(engine)
         yield from self._queues(engine)
@@ -100,6 +101,22 @@ class ModelCollector:
             ("saccade:eager_steps", "Steps that fell back to running without a CUDA graph.", core["num_eager_steps"]),
         ):
             yield self._counter(name, documentation, value)
+
+    def _ranks(self, ranks: Sequence[tuple[int, float]]) -> Iterator[Metric]:
+        """The ranks of a tensor-parallel engine; nothing for one rank."""
+        if not ranks:
+            return
+        numbered = {str(rank): values for rank, values in enumerate(ranks)}
+        yield self._gauges(
+            "saccade:rank_memory_bytes", "Memory of a rank when it was ready.", "rank",
+            {rank: num_bytes for rank, (num_bytes, _) in numbered.items()},
+        )  # fmt: skip
+        waits = CounterMetricFamily(
+            "saccade:rank_wait_seconds", "Time that rank 0 has waited for a rank.", labels=[*self._labels, "rank"]
+        )
+        for rank, (_, wait_s) in numbered.items():
+            waits.add_metric([*self._labels.values(), rank], wait_s)
+        yield waits
 
     def _caches(self, core: Mapping[str, int], now: Statistics, images: PreprocessingStatistics) -> Iterator[Metric]:
         num_prompt = core["num_prompt_tokens"] + core["num_cached_tokens"]

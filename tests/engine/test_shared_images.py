@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from saccade.engine.frames import shared_images
+from saccade.engine.frames.shared_images import MAX_SEGMENTS, SharedImages, map_patches
 from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
-from saccade.engine.transport import shared_images
-from saccade.engine.transport.shared_images import MAX_SEGMENTS, SharedImages, map_patches
 from saccade.workers.shared_memory import MappedMemory, SharedMemory
 
 

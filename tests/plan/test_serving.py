@@ -18,8 +18,15 @@ from saccade.model.families import VISION_LANGUAGE, size_name
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.weights import meta_model
 from saccade.plan.gpus import GPUS, Gpu, gpu_named
-from saccade.plan.served_model import QUANTIZED_PARTS, STORED, configured_model, described_model, image_cost
-from saccade.plan.serving import plan_serving
+from saccade.plan.served_model import (
+    QUANTIZED_PARTS,
+    STORED,
+    configured_model,
+    described_model,
+    image_cost,
+    served_model,
+)
+from saccade.plan.serving import compare_layouts, plan_serving
 from saccade.plan.throughput import RequestLoad, steady_state
 from saccade.processor import Processor
 
@@ -222,7 +229,7 @@ def test_a_gpu_that_is_too_small_is_named_with_what_to_do():
     model = configured_model("72b", named_size("72b"), EngineConfig())
     plan = plan_serving(model, gpu_named("24"), RequestLoad(text_tokens=100))
     assert plan.chosen is None
-    assert "the engine does not split a model over GPUs" in plan.lines()[-1]
+    assert "more ranks: --gpus N --tensor-parallel-size N" in plan.lines()[-1]
     crowded = plan_serving(
         configured_model("3b", named_size("3b"), EngineConfig()),
         gpu_named("24"),
@@ -239,3 +246,23 @@ def test_loads_that_contradict_themselves_are_refused():
     model = described_model(parameters=1e9, num_layers=2, num_heads=2, head_dim=64, num_kv_heads=None, max_length=512)
     with pytest.raises(ConfigError, match="context length is 512"):
         plan_serving(model, GPUS[0], RequestLoad(text_tokens=1024))
+
+
+def test_an_engine_on_several_ranks_is_planned_with_a_rank_s_part_of_everything():
+    alone, ranks = served_model("7b"), served_model("7b", num_ranks=4)
+    tower = 2 * ranks.num_tower_parameters
+    assert ranks.weight_bytes["bf16"] - tower < (alone.weight_bytes["bf16"] - tower) / 3.5
+    assert ranks.shape == alone.shape._replace(num_kv_heads=1)
+    plan = plan_serving(ranks, gpu_named("H200"), RequestLoad(text_tokens=1024, requests_per_s=5.0), num_gpus=4)
+    assert plan.num_replicas == 1
+    assert "--tensor-parallel-size 4" in "\n".join(plan.lines())
+    with pytest.raises(ConfigError, match="not whole engines"):
+        plan_serving(ranks, gpu_named("H200"), RequestLoad(text_tokens=1024), num_gpus=6)
+
+
+def test_layouts_of_several_gpus_are_compared_for_the_ranks_that_divide_the_model():
+    by_ranks = {size: served_model("7b", num_ranks=size) for size in (1, 2, 4)}
+    lines = list(compare_layouts(by_ranks, gpu_named("H200"), RequestLoad(text_tokens=1024), num_gpus=4))
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["4 x 1 rank", "2 x 2 ranks", "1 x 4 ranks"]
+    few = [float(line.split(" ms per token")[0].split()[-1]) for line in lines[1:]]
+    assert few == sorted(few, reverse=True), "more ranks take less time per token"

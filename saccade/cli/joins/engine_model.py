@@ -36,14 +36,16 @@ class EngineModel:
     has_beam_search = True
 
     def __init__(
-        self, folder: Path, *, device: str = "auto", dtype: str | None = None, adapter: Path | None = None
-    ) -> None:
-        """`adapter`: the LoRA adapter to evaluate with."""
+        self, folder: Path, *, device: str = "auto", dtype: str | None = None, adapter: Path | None = None,
+        tensor_parallel_size: int = 1,
+    ) -> None:  # fmt: skip
+        """`adapter`: the LoRA adapter to evaluate with. `tensor_parallel_size`: GPUs of the engine."""
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder}: no checkpoint folder (config.json), no results folder and no URL. Check the path"
             )
         self._folder, self._device, self._dtype = folder, device, dtype
+        self._num_ranks = tensor_parallel_size
         self._adapter_folder, self._adapter = adapter, None if adapter is None else "adapter"
         self._lock = threading.Lock()
         self._scoring = threading.Semaphore(_MAX_SCORING)
@@ -67,10 +69,11 @@ class EngineModel:
     def _loaded(self) -> Engine:
         from saccade.engine import Engine
 
-        if self._adapter_folder is None:
-            return Engine.load(self._folder, device=self._device, dtype=self._dtype)
-        adapters = {"adapter": self._adapter_folder}
-        engine = Engine.load(self._folder, device=self._device, dtype=self._dtype, adapters=adapters)
+        adapters = {} if self._adapter_folder is None else {"adapter": self._adapter_folder}
+        engine = Engine.load(
+            self._folder, device=self._device, dtype=self._dtype, adapters=adapters,
+            tensor_parallel_size=self._num_ranks,
+        )  # fmt: skip
         if engine.refused_adapters:
             engine.close()
             raise CheckpointError(engine.refused_adapters["adapter"])

@@ -110,8 +110,9 @@ def is_url(target: str) -> bool:
 
 
 def open_model(
-    target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None, adapter: Path | None
-) -> Any:
+    target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None, adapter: Path | None,
+    tensor_parallel_size: int = 1,
+) -> Any:  # fmt: skip
     """A context manager that gives the model of a URL or of a checkpoint folder."""
     if is_url(target):
         from saccade.evaluate.openai_client import OpenAIModel
@@ -123,7 +124,9 @@ def open_model(
 
     if adapter is not None:
         check_adapter(adapter, f"--adapter {adapter}")
-    return EngineModel(Path(target), device=device, dtype=dtype, adapter=adapter)
+    return EngineModel(
+        Path(target), device=device, dtype=dtype, adapter=adapter, tensor_parallel_size=tensor_parallel_size
+    )
 
 
 def run_on(model: "Model", config: "EvaluationConfig", update: Callable[[str, int, int], None]) -> "Results":

@@ -39,6 +39,8 @@ class Statistics:
     """Kernels compiled, or read from the kernel cache, while serving; each delays a step."""
     num_eager_steps: int = 0
     """Steps that ran without a CUDA graph on a GPU that uses them."""
+    ranks: Sequence[tuple[int, float]] = ()
+    """Of each rank of a tensor-parallel engine: its memory in bytes, and the seconds that rank 0 has waited for it."""
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0
@@ -107,7 +109,12 @@ class StatisticsCounter:
         statistics.num_preemptions = scheduler.num_preemptions
         statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
         statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
-        statistics.num_late_captures, statistics.num_late_compiles, statistics.num_eager_steps = runner.counters()
+        (
+            statistics.num_late_captures,
+            statistics.num_late_compiles,
+            statistics.num_eager_steps,
+            statistics.ranks,
+        ) = runner.counters()
         statistics.step_s = budget.expected_ms(1) / 1e3
         statistics.token_s = budget.token_ms / 1e3
         statistics.patch_s = runner.encode_ms(_PATCHES) / _PATCHES / 1e3

@@ -37,12 +37,23 @@ class DeviceInfo:
     """Bytes of the features of an image token, as the encoder cache has them."""
 
 
+class RankCounters(NamedTuple):
+    """One rank of a tensor-parallel engine."""
+
+    num_bytes: int
+    """Memory that it had allocated when it was ready."""
+    wait_s: float
+    """Seconds that rank 0 has waited for it, in total."""
+
+
 class DeviceCounters(NamedTuple):
     """Counts, since the engine was ready, of events that delay steps."""
 
     num_late_captures: int
     num_late_compiles: int
     num_eager_steps: int
+    ranks: tuple[RankCounters, ...] = ()
+    """The ranks of a tensor-parallel engine."""
 
 
 class Adapter(Protocol):

@@ -10,6 +10,7 @@ and is counted. A fixed number of late captures is kept; the least recently used
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -39,12 +40,19 @@ class _Captured(NamedTuple):
 class CudaGraphs(Generic[Size]):
     """CUDA graphs of one forward function, by size. All run on one stream and share one memory pool."""
 
-    def __init__(self, forward: Callable[[Size], Iterator[Tensor | None]]) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Size], Iterator[Tensor | None]],
+        *,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
         """`forward` queues the work of a size on the current stream, in one or several parts.
 
         It yields None after each part but the last, and the output after the last. Each part is one CUDA graph.
+        `agree`: for ranks that run `forward` together, whether a capture succeeded on all of them. They capture no size
+        that was not declared.
         """
-        self._forward = forward
+        self._forward, self._agree = forward, agree
         self._declared: dict[Size, _Captured] = {}
         self._late: OrderedDict[Size, _Captured] = OrderedDict()
         self._failed: set[Size] = set()
@@ -97,7 +105,7 @@ class CudaGraphs(Generic[Size]):
         """Capture a postponed size. If that fails, its cover runs instead for good."""
         del self._postponed[size]
         try:
-            self._declared[size] = self._capture(size)
+            self._declared[size] = self._capture_together(size)
             del self._covers[size]
         except RuntimeError as error:
             self._pool = None  # the failed capture may still use it
@@ -126,7 +134,7 @@ class CudaGraphs(Generic[Size]):
         if size in self._late:
             self._late.move_to_end(size)
             return self._late[size]
-        if size in self._failed:
+        if size in self._failed or self._agree is not None:
             return None
         _last(self._forward(size))  # compiles its kernels; the graph then computes the same
         captured = self._try_capture(size)
@@ -144,17 +152,28 @@ class CudaGraphs(Generic[Size]):
     def _try_capture(self, size: Size) -> _Captured | None:
         """Capture a size. None: it failed (out of memory, for example), and the size runs eagerly from now on."""
         try:
-            return self._capture(size)
+            return self._capture_together(size)
         except RuntimeError as error:
             logger.debug("CUDA graph capture of %s failed, it is tried again after an eager run: %r", size, error)
         try:
             self._pool = None  # the failed capture may still use it
             _last(self._forward(size))  # compiles kernels, which cannot be done in a capture
-            return self._capture(size)
+            return self._capture_together(size)
         except RuntimeError as error:
             logger.warning("CUDA graph capture of %s failed, it runs eagerly: %r", size, error)
             self._failed.add(size)
             return None
+
+    def _capture_together(self, size: Size) -> _Captured:
+        """Capture a size. RuntimeError: that failed, here or on another rank."""
+        if self._agree is None:
+            return self._capture(size)
+        captured: _Captured | None = None
+        with contextlib.suppress(RuntimeError):
+            captured = self._capture(size)
+        if not self._agree(captured is not None) or captured is None:
+            raise RuntimeError("a rank could not capture it")
+        return captured
 
     def _capture(self, size: Size) -> _Captured:
         parts, graphs = self._forward(size), []

@@ -64,8 +64,9 @@ class ForwardPass:
     """Runs the language model over chunks. All work is queued on the current stream."""
 
     def __init__(
-        self, model: VLM, config: EngineConfig, images: ImageRunner, cache: KVCache, *, max_length: int, max_drafts: int
-    ) -> None:
+        self, model: VLM, config: EngineConfig, images: ImageRunner, cache: KVCache, *, max_length: int,
+        max_drafts: int,
+    ) -> None:  # fmt: skip
         self._model, self._config, self._images, self.cache = model, config, images, cache
         self._device, self._max_length, self._max_drafts = model.device, max_length, max_drafts
         tokens, requests, self.max_samples = largest_step(config.max_step_tokens, config.max_requests, max_drafts)
@@ -131,7 +132,16 @@ class ForwardPass:
         self._builder.fill(split(self._next_host(size), size), size.num_decode, decode, prefill, requests)
         ordered = [*decode, *prefill] if prefill else chunks
         slots = size.last_part(self._buffers.upload(size.total))[:count]
-        return Logits(ordered, self.graphs.run(size)[:count], slots)
+        return Logits(ordered, self._run_size(size)[:count], slots)
+
+    def _run_size(self, size: StepSize) -> Tensor:
+        """Run the step in the device buffer as a CUDA graph."""
+        assert self.graphs is not None, "the engine uses CUDA graphs"
+        return self.graphs.run(size)
+
+    def run_head(self, hidden_SD: Tensor) -> Tensor:
+        """[S, V]: logits of hidden states that `run` returned."""
+        return self._model.head(hidden_SD)  # type: ignore[no-any-return]
 
     def _run_eager(
         self,
@@ -197,9 +207,8 @@ class ForwardPass:
     ) -> NormedSum:
         """Run embedding and decoder layers. Returns the head's input [S, D] at tokens `index_S`; None: at all."""
         model, language = self._model, self._model.config.language
-        tokens = StepTokens(inputs.token_ids, inputs.last_token_slots, self.last_tokens)
         images = ImageRows(self._images.features, inputs.feature_index) if has_images else None
-        x_TD = embed(tokens, model.language.embed_tokens.weight, images)
+        x_TD = self._embed(inputs, images)
         features: LayerFeatures | None = None
         if images is not None and model.config.vision.feature_sets > 1:
             _, later_LTD = model.split_features(self._images.features.index_select(0, inputs.feature_index))
@@ -216,7 +225,7 @@ class ForwardPass:
             gather_plan = plan_gather(
                 cos_sin, inputs.slot_mapping, self._page_table[inputs.slots], inputs.cu_seqlens, inputs.context_lengths,
                 num_slots=self.cache.num_slots, page_size=self.cache.page_size,
-                num_kv_heads=language.num_kv_heads, window=language.window,
+                num_kv_heads=self.cache.num_kv_heads, window=language.window,
             )  # fmt: skip
         attend = PagedAttention(
             self.cache, cos_sin, inputs.slot_mapping, self._page_table, inputs.slots,
@@ -225,6 +234,11 @@ class ForwardPass:
         )  # fmt: skip
         adapter_T = self._adapter_of_token(inputs) if has_adapters else None
         return model.language.run_layers(x_TD, attend, index_S, adapter_T, features)
+
+    def _embed(self, inputs: StepInputs[Tensor], images: ImageRows | None) -> Tensor:
+        """[T, D]: the input of the first layer."""
+        tokens = StepTokens(inputs.token_ids, inputs.last_token_slots, self.last_tokens)
+        return embed(tokens, self._model.language.embed_tokens.weight, images)
 
     def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
         """[T]: 1 + the adapter slot of each token, 0 for the base model. Undefined for padding."""

@@ -79,9 +79,7 @@ class ImageRunner:
             failure = None
             self._forget_failures([planned])
             try:
-                features = to_device(image.patches.copy(), self.device).view(self.features.dtype)  # aligned, writable
-                index = feature_index(planned.slots, 0, image.span.num_tokens)
-                self.features.index_copy_(0, to_device(index, self.device), features)
+                self.load_image(planned, image)
             except Exception as error:
                 failure = failure_of(self.device, "encoding", planned.request_id, error)
                 self.failures |= dict.fromkeys(planned.slots, failure)
@@ -93,6 +91,12 @@ class ImageRunner:
         self._forget_failures([one.planned for one in images])
         self.images = images
         self.encoder.start([one.image for one in images], num_parts)
+
+    def load_image(self, planned: ImageToEncode, image: PromptImage) -> None:
+        """Copy the features that came with an image into its slots."""
+        features = to_device(image.patches.copy(), self.device).view(self.features.dtype)  # aligned, writable
+        index = feature_index(planned.slots, 0, image.span.num_tokens)
+        self.features.index_copy_(0, to_device(index, self.device), features)
 
     def _forget_failures(self, images: Sequence[ImageToEncode]) -> None:
         """Forget the failures of earlier images in the slots of new ones."""

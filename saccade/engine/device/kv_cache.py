@@ -11,6 +11,8 @@ import torch
 from saccade.device import to_device
 from saccade.engine.config import KVFormat
 from saccade.model.config import LanguageConfig
+from saccade.model.linear import Projection
+from saccade.model.vlm import VLM
 
 _FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -31,14 +33,21 @@ def bytes_per_page(config: LanguageConfig | KVShape, page_size: int, kv_format: 
     return rows * (config.head_dim * _FORMATS[kv_format].itemsize + torch.float32.itemsize)
 
 
+def kv_shape(model: VLM) -> KVShape:
+    """The KV cache of a model, or of the heads that this rank has of a divided one."""
+    language, keys = model.config.language, model.language.layers[0].get_submodule("self_attn.k_proj")
+    assert isinstance(keys, Projection), "keys are a projection"
+    return KVShape(language.num_layers, keys.out_features // language.head_dim, language.head_dim)
+
+
 class KVCache:
     """Keys and values of all pages. The scheduler decides which request owns which page."""
 
     def __init__(
-        self, config: LanguageConfig, *, num_pages: int, page_size: int, kv_format: KVFormat, dtype: torch.dtype,
+        self, config: KVShape, *, num_pages: int, page_size: int, kv_format: KVFormat, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.page_size, self.num_pages = page_size, num_pages
+        self.page_size, self.num_pages, self.num_kv_heads = page_size, num_pages, config.num_kv_heads
         self.num_slots = num_pages * page_size
         """Number of KV slots, one per token. A token written to slot `num_slots` is not stored."""
         shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)

@@ -11,13 +11,16 @@ import torch
 
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.device.kv_cache import bytes_per_page, pages_for
+from saccade.engine.device.kv_cache import bytes_per_page, kv_shape, pages_for
+from saccade.engine.device.rank_exchange import RankExchange
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.sampler import penalty_bytes
-from saccade.engine.device.startup import compile_kernels, profile_largest_step, warm_up
+from saccade.engine.device.startup import ONE_RANK, compile_kernels, profile_largest_step, warm_up
 from saccade.errors import ConfigError
 from saccade.model.prepacked_linear import prepack_storage
 from saccade.model.quantization import kv_cache_form
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import connect
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
 from saccade.processor.folder import read_config
@@ -33,15 +36,19 @@ _GIB = 2**30
 
 def load_runner(
     folder: str | Path, config: EngineConfig, *, pixels: PixelScale, device: str | torch.device = "auto",
-    dtype: str | torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None, exchange: RankExchange | None = None, kind: type[Runner] = Runner,
 ) -> Runner:  # fmt: skip
-    """Load the model of a checkpoint folder into a runner that is ready to run steps."""
+    """Load the model of a checkpoint folder into a runner that is ready to run steps.
+
+    `exchange`: of this rank of a tensor-parallel engine; all ranks load the folder. `kind`: class of the runner.
+    """
     device, config = resolve_device(device), _with_stored_kv_format(config, Path(folder))
     if device.type == "cpu":
         keep_freed_memory()  # fresh memory from the system would cost a tenth of a step
-    with compile_kernels(folder, config, device=device, dtype=dtype):
-        model = load_model(folder, device=device, dtype=dtype)
-    runner = make_runner(model, config, pixels=pixels)
+    rank = ONE_RANK if exchange is None else TensorRank(exchange.rank, exchange.size)
+    with compile_kernels(folder, config, device=device, dtype=dtype, rank=rank):
+        model = load_model(folder, device=device, dtype=dtype, tensor_rank=rank)
+    runner = make_runner(model, config, pixels=pixels, exchange=exchange, kind=kind)
     warm_up(runner)
     return runner
 
@@ -55,9 +62,14 @@ def _with_stored_kv_format(config: EngineConfig, folder: Path) -> EngineConfig:
     return dataclasses.replace(config, kv_format=stored)
 
 
-def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
+def make_runner(
+    model: VLM, config: EngineConfig, *, pixels: PixelScale, exchange: RankExchange | None = None,
+    kind: type[Runner] = Runner,
+) -> Runner:  # fmt: skip
     """A runner of a loaded model. On a CPU the weights are prepacked in place."""
     prepack_storage(model)
+    if exchange is not None:
+        connect(model, exchange)
     context_length = model.config.language.max_positions
     if config.max_length is not None and config.max_length > context_length:
         raise ConfigError(
@@ -66,7 +78,9 @@ def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runn
     max_length = config.max_length or context_length
     if config.num_pages is not None:
         _check_num_pages(model, config, config.num_pages)
-    num_pages = config.num_pages or _num_pages_that_fit(model, config, pixels, max_length)
+    num_pages = config.num_pages or _num_pages_that_fit(model, config, pixels, max_length, exchange)
+    if exchange is not None:
+        num_pages = exchange.least(num_pages, model.device)  # every rank has the keys and values of its heads
     if num_pages * config.page_size < max_length:
         if config.max_length is not None:
             raise ConfigError(
@@ -74,12 +88,12 @@ def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runn
                 "Lower max_length, raise gpu_memory_utilization or num_pages, or use kv_format fp8"
             )
         max_length = num_pages * config.page_size
-    return Runner(model, config, pixels=pixels, num_pages=num_pages, max_length=max_length)
+    return kind(model, config, pixels=pixels, num_pages=num_pages, max_length=max_length, exchange=exchange)
 
 
 def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
     """Refuse a KV cache that cannot fit, before an allocator fails."""
-    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.cache_format, model.dtype)
+    num_bytes = num_pages * bytes_per_page(kv_shape(model), config.page_size, config.cache_format, model.dtype)
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         available = free + torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
@@ -94,16 +108,18 @@ def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
         raise ConfigError(f"num_pages is {num_pages}; a KV cache may hold up to 2^31 tokens. Lower it")
 
 
-def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
+def _num_pages_that_fit(
+    model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int, exchange: RankExchange | None
+) -> int:
     """Profile the largest step with a KV cache of one page; the remaining memory is for pages."""
     device, language = model.device, model.config.language
-    page_bytes = bytes_per_page(language, config.page_size, config.cache_format, model.dtype)
+    page_bytes = bytes_per_page(kv_shape(model), config.page_size, config.cache_format, model.dtype)
     if device.type != "cuda":
         return cpu_pages(config, page_bytes, max_length)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     eager = dataclasses.replace(config, cuda_graphs=False)
-    runner = Runner(model, eager, pixels=pixels, num_pages=1, max_length=max_length)
+    runner = Runner(model, eager, pixels=pixels, num_pages=1, max_length=max_length, exchange=exchange)
     profile_largest_step(runner)
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)  # other processes, and CUDA itself

@@ -20,8 +20,9 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +34,15 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core.grammar.masks import GrammarMasks
 from saccade.engine.core.step import Chunk, EncodeResult, StepPlan
 from saccade.engine.core.step_runner import DeviceCounters, DeviceInfo
+from saccade.engine.device.divided_encoder import DividedEncoder
+from saccade.engine.device.divided_forward import DividedForwardPass
 from saccade.engine.device.encoder import Encoder, patch_budgets
 from saccade.engine.device.failures import check_alive, failure_of, is_alive
 from saccade.engine.device.forward import ForwardPass, Logits
 from saccade.engine.device.image_runner import ImageRunner
-from saccade.engine.device.kv_cache import KVCache
+from saccade.engine.device.kv_cache import KVCache, kv_shape
 from saccade.engine.device.profiler import CoreProfiler
+from saccade.engine.device.rank_exchange import RankExchange
 from saccade.engine.device.results import HostLogprobs, HostMemory, SampledChunks, StepHandle, Timer, first_rows
 from saccade.engine.device.sampler import Logprobs, Sampler, TokenMasks
 from saccade.engine.device.step_inputs import RequestInputs
@@ -85,9 +89,13 @@ class StepForward(NamedTuple):
 class Runner:
     """The model, its KV cache and its encoder cache on one device. Implements `StepRunner`."""
 
+    _image_runner = ImageRunner
+
     def __init__(
-        self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
-    ) -> None:
+        self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int,
+        exchange: RankExchange | None = None,
+    ) -> None:  # fmt: skip
+        """`exchange`: of this rank of a tensor-parallel engine; all ranks make a runner and run the same steps."""
         self.model, self.config, self.device = model, config, model.device
         language, vision = model.config.language, model.config.vision
         max_drafts = config.draft_tokens(self.device.type)
@@ -98,13 +106,17 @@ class Runner:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights may still be loading on it
         with self.on_stream():
             self.cache = KVCache(
-                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.cache_format,
+                kv_shape(model), num_pages=num_pages, page_size=config.page_size, kv_format=config.cache_format,
                 dtype=model.dtype, device=self.device,
             )  # fmt: skip
             budgets = patch_budgets(config.max_encoder_patches, vision.patches_per_token) if uses_graphs else ()
-            encoder = Encoder(model, pixel_mean=pixels.mean, pixel_std=pixels.std, budgets=budgets)
-            self.images = ImageRunner(encoder, num_tokens=config.encoder_cache_tokens, feature_size=model.feature_size)
-            self.forward_pass = ForwardPass(
+            settings: Any = {"pixel_mean": pixels.mean, "pixel_std": pixels.std, "budgets": budgets}
+            encoder = Encoder(model, **settings) if exchange is None else DividedEncoder(model, exchange, **settings)
+            self.images = self._image_runner(
+                encoder, num_tokens=config.encoder_cache_tokens, feature_size=model.feature_size
+            )
+            kind: Any = ForwardPass if exchange is None else partial(DividedForwardPass, exchange=exchange)
+            self.forward_pass: ForwardPass = kind(
                 model, config, self.images, self.cache, max_length=max_length, max_drafts=max_drafts
             )
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
@@ -212,8 +224,26 @@ class Runner:
             step.timer.stop()
         return StepHandle(plan, parts, failures, step.images, step.timer, self._requests)
 
+    # What a step does to the device, apart from sampling. A tensor-parallel engine does it on every rank.
+
+    def start_slots(self, plan: StepPlan) -> None:
+        """Set up the slots of requests that start, and append the new pages of all chunks."""
+        for start in plan.started:
+            inputs = self._requests[start.request_id]
+            inputs.token_ids = np.array([*inputs.prompt.token_ids, *start.output_token_ids], np.int32)
+        self.forward_pass.start_slots(plan, self._requests)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) pages."""
+        self.cache.copy(copies)
+
     def _run_chunks(self, chunks: Sequence[Chunk]) -> Logits:
+        """Launch the forward pass of chunks of the last plan."""
         return self.forward_pass.run(chunks, self._requests)
+
+    def run_head(self, hidden_TD: Tensor, rows: slice) -> Tensor:
+        """Logits of some rows of the hidden states that the last forward pass returned."""
+        return self.forward_pass.run_head(hidden_TD[rows])
 
     def _sample_or_isolate(
         self,
@@ -247,24 +277,21 @@ class Runner:
         return [part for half in halves for part in self._sample_or_isolate(half, None, masks, failures)]
 
     def _start_slots(self, plan: StepPlan) -> None:
-        """Set up the slots of requests that start, and append the new pages of all chunks."""
         if plan.started and self._unsampled is not None:
             reused = {start.slot for start in plan.started} & {chunk.slot for chunk in self._unsampled.chunks}
             assert not reused, (
                 f"slots {reused} are reused before step {self._unsampled.number}, which names them, is sampled"
             )
+        self.start_slots(plan)
         for start in plan.started:
-            inputs = self._requests[start.request_id]
-            inputs.token_ids = np.array([*inputs.prompt.token_ids, *start.output_token_ids], np.int32)
-            self.sampler.set_request(start.slot, inputs.request, start.output_token_ids)
-        self.forward_pass.start_slots(plan, self._requests)
+            self.sampler.set_request(start.slot, self._requests[start.request_id].request, start.output_token_ids)
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) pages, one by one if that fails. A failed copy fails the request that reads it."""
         if not copies:
             return
         try:
-            self.cache.copy(copies)
+            self.copy_pages(copies)
         except Exception as error:
             if len(copies) > 1:
                 for pair in copies:
@@ -320,18 +347,18 @@ class Runner:
             targets = list(request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)])
             num_top = request.prompt_logprobs
             if num_top is not None and targets:
-                logprobs = self._logprobs(hidden_TD[start : start + len(targets)], targets, num_top)
+                logprobs = self._logprobs(hidden_TD, start, targets, num_top)
                 found[chunk.request_id] = targets, HostLogprobs(logprobs)
             start += chunk.num_tokens
         return found
 
-    def _logprobs(self, hidden_TD: Tensor, targets: Sequence[int], num_top: int) -> Logprobs:
-        """Log-probabilities of `targets`, each predicted by its row of `hidden_TD`."""
-        target_ids = to_device(_int64(targets), self.device)
-        parts = [
-            self.sampler.logprobs_of(self.model.head(hidden), ids, num_top)
-            for hidden, ids in zip(torch.split(hidden_TD, _HEAD_ROWS), torch.split(target_ids, _HEAD_ROWS), strict=True)
-        ]
+    def _logprobs(self, hidden_TD: Tensor, first: int, targets: Sequence[int], num_top: int) -> Logprobs:
+        """Log-probabilities of `targets`, each predicted by its row of `hidden_TD` from `first` on."""
+        parts = []
+        for target_ids in torch.split(to_device(_int64(targets), self.device), _HEAD_ROWS):
+            logits = self.run_head(hidden_TD, slice(first, first + len(target_ids)))
+            parts.append(self.sampler.logprobs_of(logits, target_ids, num_top))
+            first += len(target_ids)
         own, ids, values = zip(*parts, strict=True)
         if num_top == 0:
             return Logprobs(torch.cat(own), None, None)

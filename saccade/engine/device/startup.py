@@ -22,6 +22,7 @@ from saccade.device import resolve_device, resolve_dtype
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.core.step import ENCODER_PARTS, Chunk, ImageFeatures, ImageToEncode, SlotStart, StepPlan
+from saccade.engine.device.rank_exchange import LoneRank
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request
@@ -31,11 +32,14 @@ from saccade.model.families import family_named, load_model_config
 from saccade.model.merged_projections import merge_storage
 from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import connect, shard_model
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
 
 logger = logging.getLogger(__name__)
 
+ONE_RANK = TensorRank()
 _VOCABULARY = 1024
 """Vocabulary size of the small model."""
 _MAX_THREADS = 16
@@ -44,14 +48,19 @@ _MAX_THREADS = 16
 
 @contextlib.contextmanager
 def compile_kernels(
-    folder: str | Path, config: EngineConfig, *, device: str | torch.device, dtype: str | torch.dtype | None
-) -> Iterator[None]:
-    """Compile the kernels of a checkpoint's model in a thread while the body runs. No effect on a CPU."""
+    folder: str | Path, config: EngineConfig, *, device: str | torch.device, dtype: str | torch.dtype | None,
+    rank: TensorRank = ONE_RANK,
+) -> Iterator[None]:  # fmt: skip
+    """Compile the kernels of a checkpoint's model in a thread while the body runs. No effect on a CPU.
+
+    `rank`: the part of the model that this process runs.
+    """
     device = resolve_device(device)
     if device.type != "cuda":
         yield
         return
-    thread = threading.Thread(target=_compile, args=(folder, config, device, dtype), name="saccade-warmup", daemon=True)
+    arguments = (folder, config, device, dtype, rank)
+    thread = threading.Thread(target=_compile, args=arguments, name="saccade-warmup", daemon=True)
     thread.start()
     try:
         yield
@@ -59,7 +68,9 @@ def compile_kernels(
         thread.join()
 
 
-def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dtype: str | torch.dtype | None) -> None:
+def _compile(
+    folder: str | Path, config: EngineConfig, device: torch.device, dtype: str | torch.dtype | None, rank: TensorRank
+) -> None:
     """Compile kernels. Errors are only logged: a real one is raised again when the engine starts."""
     try:
         raw = read_config(Path(folder))
@@ -70,8 +81,9 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
             device=device,
             dtype=resolve_dtype(dtype or stored) or torch.bfloat16,
             quantization=parse_quantization(raw),
+            rank=rank,
         )
-        with launch.compile_only(min(_MAX_THREADS, len(os.sched_getaffinity(0)))):
+        with launch.compile_only(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // rank.size))):
             compile_all_sizes(runner)
         load_kernels(runner)
         runner.close()
@@ -81,33 +93,43 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
 
 def small_runner(
     model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype,
-    quantization: QuantizationConfig | None = None,
+    quantization: QuantizationConfig | None = None, rank: TensorRank = ONE_RANK,
 ) -> Runner:  # fmt: skip
-    """A runner of a randomly initialized model with the same widths and few layers."""
-    model_config = _with_few_layers(model_config)
-    with torch.device(device):
+    """A runner of a randomly initialized model with the same widths and few layers, or of a rank's part of it."""
+    model_config, exchange = _with_few_layers(model_config, rank.size), None
+    with torch.device(device if rank.size == 1 else "meta"):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
     if quantization is not None:
         quantize_storage(model, quantization, family_named(model_config.family))
         for module in model.modules():
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, QuantizedLinear) and rank.size == 1:
                 module.to_empty(device=device).to(dtype)
                 for parameter in module.parameters():
                     parameter.zero_()  # a permutation of inputs must have valid indices
+    if rank.size > 1:
+        exchange = LoneRank(rank.rank, rank.size)
+        shard_model(model, rank)
+        model.to_empty(device=device).to(dtype)
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.tie_head()
+        connect(model, exchange)
     merge_storage(model)
     max_length = config.max_length or model_config.language.max_positions
     small = dataclasses.replace(config, encoder_cache_tokens=1024)
     grey = PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3)
-    return Runner(model, small, pixels=grey, num_pages=1, max_length=max_length)
+    return Runner(model, small, pixels=grey, num_pages=1, max_length=max_length, exchange=exchange)
 
 
-def _with_few_layers(config: ModelConfig) -> ModelConfig:
+def _with_few_layers(config: ModelConfig, num_ranks: int = 1) -> ModelConfig:
     """The same widths with two decoder layers (the first adds no residual) and one encoder layer of each kind.
 
     The vocabulary size keeps its remainder by 16, on which kernels are specialized.
     """
     vision = config.vision.with_few_layers()
-    vocab_size = min(config.language.vocab_size, _VOCABULARY + config.language.vocab_size % 16)
+    vocab_size = config.language.vocab_size
+    if num_ranks == 1:
+        vocab_size = min(vocab_size, _VOCABULARY + vocab_size % 16)
     language = dataclasses.replace(
         config.language, num_layers=min(2, config.language.num_layers), vocab_size=vocab_size
     )

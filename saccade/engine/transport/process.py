@@ -2,8 +2,8 @@
 
     front end  --frames-->  core process: load, warm up, serve  --frames-->  front end
 
-A frame is a length and a msgpack message of plain data, never a pickle. Patches are passed in shared memory, by file
-descriptors that are sent with the frame (`shared_images.py`). If a request cannot be sent or read, only that request
+Frames carry msgpack messages of plain data, never a pickle. Patches are passed in shared memory, by file descriptors
+that are sent with the frame (`frames/`). If a request cannot be sent or read, only that request
 fails. If the front end dies, the kernel kills the core process. If the core process dies, or its outputs cannot be
 read, every open request fails.
 """
@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import (
@@ -41,10 +39,11 @@ from saccade.engine.core.messages import (
     StopProfile,
 )
 from saccade.engine.core.statistics import Statistics
-from saccade.engine.prompt import PromptImage, TokenPrompt
+from saccade.engine.frames.connection import Connection
+from saccade.engine.frames.plain import outputs_from_plain
+from saccade.engine.frames.prompts import decode_prompt, encode_prompt
+from saccade.engine.frames.shared_images import Place, SharedImages
 from saccade.engine.request import Failure, RequestOutput
-from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
-from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
 from saccade.engine.transport.spawn import SpawnedCore
 from saccade.engine.transport.thread import OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging
@@ -53,7 +52,6 @@ from saccade.workers.process import QuickExit, follow_parent
 
 logger = logging.getLogger(__name__)
 
-_HEADER_BYTES = 8
 _CLOSE_S = 10.0
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
 _UNREADABLE = Failure("running", "the engine core's outputs cannot be read; restart the engine", "engine_stopped")
@@ -63,60 +61,7 @@ _NO_RESOURCES = Failure(
 _NOT_READ = Failure("waiting", "the engine core could not read the request; other requests continue")
 
 
-# ------------------------------------------------------------------ frames
-
-
-class Connection:
-    """One end of a socket that carries frames. `send` may be called by several threads, `receive` by one."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._lock = connection, threading.Lock()
-        self._pack = packer()
-
-    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message and file descriptors. ConnectionError: the other end is gone. Other errors: nothing sent."""
-        with self._lock:
-            data = self._pack(message)
-            header = len(data).to_bytes(_HEADER_BYTES, "little")
-            if fds:
-                socket.send_fds(self._socket, [header], fds)  # too short to be sent partially
-                header = b""
-            try:
-                self._socket.sendall(header + data)
-            except OSError as error:
-                self.shut_down()  # no frame can follow a partial one
-                raise ConnectionError("the other end is gone") from error
-
-    def receive(self) -> tuple[Any, list[int]]:
-        """The next message and its file descriptors, fewer if this process cannot open more. Arrays are tuples.
-
-        EOFError: the other end is closed.
-        """
-        header, fds, _, _ = socket.recv_fds(self._socket, _HEADER_BYTES, MAX_SEGMENTS)
-        header += self._read(_HEADER_BYTES - len(header))
-        data = self._read(int.from_bytes(header, "little"))
-        return unpack(data), list(fds)
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            num_read = self._socket.recv_into(view)
-            if num_read == 0:
-                raise EOFError("the other end is gone")
-            view = view[num_read:]
-        return bytes(data)
-
-    def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
-        """Shut down both directions, or one of them. Never waits; a `send` in progress fails."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(how)
-
-    def close(self) -> None:
-        """Shut down both directions and close the socket."""
-        self.shut_down()
-        self._socket.close()
-
+# ------------------------------------------------------------------ messages
 
 _ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile | AddAdapter | RemoveAdapter]] = {
     kind.__name__: kind for kind in (FlushCaches, StartProfile, StopProfile, AddAdapter, RemoveAdapter)
@@ -129,16 +74,7 @@ def _encode_message(message: Message, places: Sequence[Place] = ()) -> dict[str,
         return {"type": "end", **dataclasses.asdict(message)}
     if not isinstance(message, AddRequest):
         return {"type": type(message).__name__, **dataclasses.asdict(message)}
-    prompt = message.prompt
-    return {
-        "type": "add",
-        "request": request_to_plain(message.request),
-        "positions": np.ascontiguousarray(prompt.positions, np.int64).tobytes(),
-        "images": [
-            {"grid": image.grid, "shape": image.patches.shape, "place": place, "is_encoded": image.is_encoded}
-            for image, place in zip(prompt.images, places, strict=True)
-        ],
-    }
+    return {"type": "add", **encode_prompt(message.request, message.prompt, places)}
 
 
 def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
@@ -146,14 +82,7 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
         return EndRequest(request_id=message["request_id"], reason=message["reason"])
     if message["type"] in _ADMINISTRATION:
         return _ADMINISTRATION[message.pop("type")](**message)
-    request, found = request_from_plain(message["request"]), message["images"]
-    patches = map_patches(fds, [image["place"] for image in found], [image["shape"] for image in found])
-    images = tuple(
-        PromptImage(span=span, grid=image["grid"], patches=one, is_encoded=image["is_encoded"])
-        for span, image, one in zip(request.images, found, patches, strict=True)
-    )
-    positions = np.frombuffer(message["positions"], np.int64).reshape(3, -1)
-    prompt = TokenPrompt(token_ids=list(request.token_ids), positions=positions, images=images)
+    request, prompt = decode_prompt(message, fds)
     return AddRequest(request=request, prompt=prompt)
 
 

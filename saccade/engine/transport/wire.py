@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import msgpack
 import numpy as np
 
+from saccade.engine.frames.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
 from saccade.engine.media import EncodedImage, TaskDescription
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Request, RequestOutput
-from saccade.engine.transport.plain import outputs_from_plain, packer, request_from_plain, request_to_plain, unpack
 from saccade.errors import ConfigError
 
 WIRE_VERSION = 2

@@ -1,0 +1,83 @@
+"""Ranks on GPUs: two on one card over gloo, and NCCL in CUDA graphs with one rank."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.shared_ranks import SharedRanks
+from engine.test_tensor_parallel import requests_of
+from engine.tiny import make_core, plain, run_all
+from model.hugging_face import SHAPES, make_checkpoint
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.device.loading import make_runner
+from saccade.engine.device.rank_exchange import RankExchange
+from saccade.engine.device.runner import PixelScale
+from saccade.engine.device.startup import warm_up
+from saccade.model import load_model
+from saccade.model.shard import Shard
+from saccade.processor import Processor
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = EngineConfig(num_pages=400, max_length=1024, max_requests=16, max_step_tokens=128, encoder_cache_tokens=2048)
+BF16_BOUND = 0.1
+"""Difference of log-probabilities in bf16: sums over ranks are rounded in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("ranks") / "checkpoint", SHAPES[1], dtype=torch.bfloat16)
+
+
+def prompt_logprobs(found):
+    return torch.tensor([entry.logprob for one in found for entry in one.prompt_logprobs])
+
+
+def test_two_ranks_on_one_card_have_the_log_probabilities_of_one(folder):
+    """NCCL refuses two ranks on a card, so they use gloo, which runs eagerly."""
+    config = EngineConfig(**(vars(CONFIG) | {"cuda_graphs": False}))
+    prompts, outputs = plain(folder, 3, 12, 12)
+    requests = requests_of(prompts, outputs, prompt_logprobs=0)
+    with SharedRanks(2, device="cuda:0") as ranks:
+        core = ranks.core(folder, config)
+        ours = run_all(core, requests, at_once=4)
+        core.close()
+        assert not ranks.deaths
+    theirs = run_all(make_core(folder, config, device="cuda"), requests, at_once=4)
+    assert not [one.last.failure for one in ours if one.last.failure]
+    difference = (prompt_logprobs(ours) - prompt_logprobs(theirs)).abs()
+    assert difference.max() < BF16_BOUND
+    same = sum(one.token_ids == other.token_ids for one, other in zip(ours, theirs, strict=True))
+    assert same >= len(requests) // 2, "greedy tokens differ only where two logits are equal up to rounding"
+
+
+def test_collectives_of_nccl_run_in_cuda_graphs(folder):
+    """With one rank every collective is the identity, so tokens are those without it."""
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=60),
+        device_id=torch.device("cuda:0"),
+    )  # fmt: skip
+    try:
+        processor = Processor.load(folder)
+        pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
+        prompts, outputs = plain(folder, 3, 12, 12)
+        cores = []
+        for exchange in (RankExchange(0, 1), None):
+            model = load_model(folder, device="cuda:0").requires_grad_(False)
+            if exchange is not None:
+                model.head.shard = Shard(0, (0, model.config.language.vocab_size), 0)
+            runner = make_runner(model, CONFIG, pixels=pixels, exchange=exchange)
+            warm_up(runner)
+            cores.append(EngineCore(runner))
+        ours, theirs = (run_all(core, requests_of(prompts, outputs), at_once=4) for core in cores)
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        graphs = cores[0]._runner.forward_pass.graphs
+        assert graphs.num_captured > 20
+        assert graphs.num_eager_runs == 0
+        for core in cores:
+            core.close()
+    finally:
+        dist.destroy_process_group()
