@@ -7,9 +7,9 @@ import pytest
 from engine.traces import Trace
 
 from saccade.engine.core import image_policy
+from saccade.engine.core.admission import AGEING
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 from saccade.engine.core.pages import PagePool
-from saccade.engine.core.request_state import AGEING
 from saccade.engine.core.scheduler import EncoderTurn, Limits, Scheduler
 from saccade.engine.core.step import (
     ENCODER_PARTS,

@@ -123,7 +123,8 @@ class StepPlanner:
             self._num_decoding -= 1
             budget = self._tokens_left
         else:
-            budget = min(num_uncomputed, self._tokens_left - self._num_decoding, self._prompt_budget)
+            for_prompt = self._prompt_budget - self._tokens_for_earlier(state)
+            budget = min(num_uncomputed, self._tokens_left - self._num_decoding, for_prompt)
         start = state.num_computed_tokens
         if budget <= 0:
             if self._images.has_room:  # encode its images even without a token budget
@@ -138,6 +139,21 @@ class StepPlanner:
             self._add_chunk(state, end)
         else:
             self._add_chunk(state, end, self._propose_drafts(state, end))
+
+    def _tokens_for_earlier(self, state: RequestState) -> int:
+        """Prompt tokens that a running request leaves to waiting requests before it in order: half of them at most.
+
+        Without them a long prompt would keep all requests waiting until it is computed. Half remains even if none of
+        them can start.
+        """
+        if not self._queues.has_free_slot:
+            return 0
+        half, num_tokens = self._prompt_budget // 2, 0
+        for waiting in self._queues.waiting:
+            if waiting.order > state.order or num_tokens >= half:
+                break
+            num_tokens += len(waiting.token_ids)
+        return min(num_tokens, half)
 
     def _acquire(self, state: RequestState, end: int) -> int:
         """Acquire images and pages for a chunk. Returns its end, which is its start if nothing can be computed."""

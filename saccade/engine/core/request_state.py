@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
+from saccade.engine.core.admission import Position, position_of
 from saccade.engine.core.encoder_cache import EncoderCache, salted
 from saccade.engine.core.pages import PagePool, page_key, root_key
 from saccade.engine.request import ImageSpan, Request
-
-AGEING = 64
-"""Number of arrivals that one level of priority is worth."""
 
 
 class RequestState:
@@ -46,7 +44,7 @@ class RequestState:
 
     def __init__(self, request: Request, arrival: int, max_length: int) -> None:
         self.request = request
-        self.order = (arrival + AGEING * request.priority, arrival)
+        self.order = position_of(request, arrival)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.token_limit = min(self.num_prompt_tokens + request.sampling.max_tokens, max_length)
         self.token_ids = list(request.token_ids)  # known tokens: prompt, then output tokens read so far
@@ -216,7 +214,7 @@ class Queues:
         state.start_at(0)
 
 
-def _order(state: RequestState) -> tuple[int, int]:
+def _order(state: RequestState) -> Position:
     return state.order
 
 

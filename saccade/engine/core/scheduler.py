@@ -7,8 +7,9 @@ Chunked prefill and decode share every step. A step computes one token of each d
 budget with prompt chunks. The next plan may be made before the previous step's tokens are read: a token that is sampled
 but not read is pending, and can be computed because the device has it.
 
-Order. Requests are served by arrival, plus `AGEING` arrivals per level of priority. Only finitely many requests ever
-precede a given one, and each is finite, so no request starves even if the budget is below one token per request.
+Order. Requests are served by arrival, plus some arrivals per level of priority and for long work (`admission.py`). A
+running prompt leaves up to half of a step to waiting requests that are before it in order. Only finitely many requests
+ever precede a given one, and each is finite, so no request starves even if the budget is below one token per request.
 
 Pages are allocated on demand. When no page is free, the running request last in order is preempted; its pages stay in
 the prefix cache until they are needed. A request starts only if there are pages for all its known tokens in addition to
