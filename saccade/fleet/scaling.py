@@ -176,6 +176,10 @@ class Autoscaler:
         predicted = self.predicted_queue_s(load, rate, number)
         return ScalingDecision(num_replicas=number, reason=reason, forecast=rate, predicted_queue_s=predicted)
 
+    def note_work(self, time_s: float) -> None:
+        """Note that the pool was asked for at this time, so that it is not idle."""
+        self._last_work_s = time_s
+
     def predicted_queue_s(self, load: PoolLoad, rate: float, num_replicas: int) -> float:
         """Queue time after the warm-up: the backlog of then, and the random waiting of a steady state."""
         if num_replicas <= 0:

@@ -23,6 +23,8 @@ class PredictedQueueTime:
             decode(ScalingPolicy, policy, "scaling"), min_replicas=min_replicas, max_replicas=max_replicas
         )
         self._decided_s = 0.0
+        self._wanted: int | None = None
+        """Replicas of the last decision."""
         self._starting_since: list[float] = []
         self._arrived: dict[Any, float] = {}
 
@@ -32,6 +34,8 @@ class PredictedQueueTime:
         if now - self._decided_s < _DECIDE_EVERY_S:
             return context.target_num_replicas, context.policy_state
         self._decided_s = now
+        if self._wanted is not None and context.target_num_replicas > self._wanted:
+            self._autoscaler.note_work(now)  # Ray itself starts the first replica of an empty pool, for a waiting call
         decision = self._autoscaler.decide(self._load(context, now))
         if decision.num_replicas != context.target_num_replicas:
             logger.info(
@@ -39,6 +43,7 @@ class PredictedQueueTime:
                 decision.num_replicas, context.target_num_replicas, decision.reason, decision.forecast,
                 decision.predicted_queue_s,
             )  # fmt: skip
+        self._wanted = decision.num_replicas
         return decision.num_replicas, context.policy_state
 
     def _load(self, context: Any, now: float) -> PoolLoad:

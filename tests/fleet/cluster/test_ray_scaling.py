@@ -74,3 +74,13 @@ def test_a_replica_that_was_replaced_does_not_count_its_work_twice(pool):
     pool.arrived.clear()
     pool.ready_at = {7: 0.0}
     assert pool.run(20, work_per_s=0.3) == 1
+
+
+def test_a_replica_that_ray_starts_for_a_waiting_call_is_not_stopped_as_idle_when_it_is_ready():
+    pool = Pool(PredictedQueueTime(POLICY, min_replicas=0, max_replicas=1))
+    assert pool.run(40) == 0
+    pool.now += 600.0  # Ray does not ask the policy while the pool is empty
+    pool.target = 1
+    pool.ready_at, pool.arrived = {5: pool.now}, {}
+    assert pool.run(20) == 1
+    assert pool.run(20) == 0
