@@ -34,7 +34,7 @@ from saccade.config import decode, describe_keys
 from saccade.data.toy import write_toy_shards
 from saccade.engine import EngineConfig
 from saccade.engine.core import loop, step_budget
-from saccade.engine.core.request_state import AGEING
+from saccade.engine.core.admission import AGEING
 from saccade.engine.core.step import ENCODER_PARTS
 from saccade.fleet.config import FleetConfig
 from saccade.model.initialize import initialize_random, named_size
