@@ -29,13 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import torch
 from PIL import Image
 
 from saccade.engine import Completion, Engine, EngineConfig, SamplingParams
 from saccade.engine.request import CompletionDelta
-from saccade.model.families import family_of, load_model_config
-from saccade.model.initialize import named_size
 from saccade.processor.tokenizer import Tokenizer
 
 Prompt = tuple[list[int], list[Image.Image]]
@@ -63,10 +60,19 @@ def process_age() -> float:
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def device_name() -> str:
+    """Return the name of the GPU, or cpu."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 class Prompts:
     """Random prompts for one model."""
 
     def __init__(self, folder: Path, seed: int, side: int = SIDE) -> None:
+        from saccade.model.families import family_of  # it imports torch, which the start of an engine should do
+
         tokenizer = Tokenizer.load(folder)
         text = family_of(folder).image_text
         self.image_ids = [id for _, id in tokenizer.split_control(text) if id is not None]
@@ -298,6 +304,9 @@ def show(record: Record, is_comparable: bool) -> None:
 
 def is_comparable(checkpoint: Path, num_requests: int, side: int, device: str) -> bool:
     """Whether vLLM's figures are of the same model shape, workload and card."""
+    from saccade.model.families import load_model_config
+    from saccade.model.initialize import named_size
+
     model = load_model_config(checkpoint)
     return model == named_size("3b") and (num_requests, side) == (NUM_REQUESTS, SIDE) and "H200" in device
 
@@ -338,8 +347,7 @@ def main() -> None:
     if options.checkpoint is None:
         run_with_checkpoint("bench.serve", options.size)
     records = measure(options)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    comparable = is_comparable(options.checkpoint, options.requests, options.side, device)
+    comparable = is_comparable(options.checkpoint, options.requests, options.side, device_name())
     for record in records:
         show(record, comparable)
 
@@ -354,13 +362,13 @@ def measure(options: argparse.Namespace) -> list[Record]:
         )
     )
     records: list[Record] = []
-    prompts = Prompts(options.checkpoint, options.seed, options.side)
 
     def note(record: Record) -> None:
         records.append(record)
         print(f"{time.strftime('%H:%M:%S')} {record['workload']}: {record['value']}", file=sys.stderr, flush=True)
 
     with Engine.load(options.checkpoint, config=config) as engine:
+        prompts = Prompts(options.checkpoint, options.seed, options.side)
         timed(engine, [prompts.with_image()], [greedy(1)])
         if "first" in options.workload:
             note({"workload": "start", "value": f"{process_age():.1f} s", "start_s": process_age()})
@@ -378,8 +386,10 @@ def measure(options: argparse.Namespace) -> list[Record]:
             for record in profile(engine, prompts, options.requests):
                 note(record)
     if options.out:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        options.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": records}, indent=1))
+        import torch
+
+        found = {"device": device_name(), "torch": torch.__version__, "rows": records}
+        options.out.write_text(json.dumps(found, indent=1))
     return records
 
 
