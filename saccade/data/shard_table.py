@@ -89,7 +89,9 @@ class ShardTable:
         """Map a file; None if there is none, or it was not written for a `shards.json` of this size."""
         try:
             with pa.memory_map(str(path)) as file:
-                table = pa.ipc.open_file(file).read_all()
+                # A stream: reading a file of record batches starts threads, and workers are forked from processes that
+                # have opened an index.
+                table = pa.ipc.open_stream(file).read_all()
         except (OSError, pa.ArrowException):
             return None
         is_current = (table.schema.metadata or {}).get(b"json_bytes") == str(json_bytes).encode()
@@ -99,7 +101,7 @@ class ShardTable:
         """The content of a file for `open`."""
         note = {"json_bytes": str(json_bytes), "fingerprint": self.fingerprint}
         table, buffer = self._table.replace_schema_metadata(note), pa.BufferOutputStream()
-        with pa.ipc.new_file(buffer, table.schema) as writer:
+        with pa.ipc.new_stream(buffer, table.schema) as writer:
             writer.write_table(table)
         return bytes(buffer.getvalue())
 

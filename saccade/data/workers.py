@@ -247,15 +247,16 @@ def initialize(content: Any) -> tuple[RunWorker, None]:
     keep_freed_memory()
     config = decode(StreamConfig, content["config"])
     sources = [IndexedSource.from_json(source, config.storage) for source in content["sources"]]
-    return functools.partial(_run_worker, sources, Collator(sources, config), BatchSampler(sources, config)), None
+    return functools.partial(_run_worker, sources, Collator(sources, config), config), None
 
 
 def _run_worker(
-    sources: Sequence[IndexedSource], collator: Collator, sampler: BatchSampler, connection: socket.socket
+    sources: Sequence[IndexedSource], collator: Collator, config: StreamConfig, connection: socket.socket
 ) -> None:
     """Plan packing buffers and collate sequences, one after the other, until the connection is closed."""
     buffers: list[SequenceBuffer] = []
-    ahead = ReadAhead(sampler.config.storage)
+    ahead = ReadAhead(config.storage)
+    sampler: BatchSampler | None = None  # made here: reading its tables starts threads, which a fork would not copy
     while True:
         message, fds = receive_with_fds(connection)
         if message is None:
@@ -264,12 +265,13 @@ def _run_worker(
         reply: dict[str, Any]
         try:
             if "plan" in message:
+                sampler = sampler or BatchSampler(sources, config)
                 planned = sampler.packing_buffer(*message["plan"])
                 reply = {"planned": b64encode(planned.to_bytes()).decode()}
-                ahead.add(chunks_of(planned, sources, sampler.config))
+                ahead.add(chunks_of(planned, sources, config))
             else:
                 reply = _collate(collator, message, buffers)
-                reply["storage"] = vars(storage.storage(sampler.config.storage).counters)
+                reply["storage"] = vars(storage.storage(config.storage).counters)
         except Exception as error:
             reply = encode_error(error)
         try:

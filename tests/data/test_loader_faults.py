@@ -304,13 +304,13 @@ def test_nothing_outlives_a_trainer_that_is_killed(photos, checkpoint, opened):
     trainer = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(photos), str(checkpoint)], stdout=subprocess.PIPE, text=True
     )
-    with trainer:
+    with trainer, contextlib.ExitStack() as killed:
+        killed.callback(trainer.kill)
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         pids.append(parent_of(pids[0]))
         assert len(set(pids)) == 3
         assert all(map(is_alive, pids))
         assert len(list(Path(f"/proc/{pids[-1]}/task").iterdir())) == 1, "the process that forks has one thread"
-        trainer.kill()
     assert_gone(pids)
     deadline = time.monotonic() + 120
     while left := abandoned(
