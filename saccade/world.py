@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import debug
 
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
@@ -242,6 +241,8 @@ class World:
 
 def _forget_meshes() -> None:
     """Clear the meshes that DTensor remembers with its operations: an equal mesh would get the closed groups."""
+    from torch.distributed.tensor import debug  # it imports torch's compiler, and an engine imports this module
+
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
