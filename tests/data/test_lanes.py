@@ -161,7 +161,10 @@ def test_a_lane_reads_consecutive_units_and_no_other_lane_reads_most_of_them():
 # ------------------------------------------------------------------ nodes and ranks
 
 
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 1), (7, 2), (63, 1), (64, 1), (96, 1), (8, 8), (48, 1)])
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node"),
+    [(1, 1), (7, 2), (63, 1), (8, 8), *(pytest.param(nodes, 1, marks=pytest.mark.slow) for nodes in (48, 64, 96))],
+)
 def test_batches_are_identical_for_any_number_of_nodes(num_nodes, per_node):
     sources = three_sources(np.random.default_rng(2))
     changes = {"global_batch_size": 96, "num_epochs": 1}

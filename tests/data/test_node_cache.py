@@ -213,6 +213,7 @@ def test_two_jobs_with_other_limits_share_one_cache(tmp_path, folder, checkpoint
         assert bytes_of_shards(faults.requests) == 0
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_costs_requests_and_stays_within_its_bytes(tmp_path, folder, checkpoint):
     with serve_folder(tmp_path / "served") as (url, _):
         whole = ids_of(stream_of(url, checkpoint, tmp_path, "whole"))

@@ -41,7 +41,9 @@ def shared_memory():
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()  # noqa: PTH208
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["dies", "hangs"]
+)
 def test_when_a_rank_fails_under_load_every_request_ends_once_and_the_engine_can_be_loaded_again(folder, number):
     before, text = shared_memory(), SamplingParams(max_tokens=200, ignore_eos=True)
     with load(folder) as engine:

@@ -107,7 +107,7 @@ def formula(dims, *, replicates):
 @pytest.mark.parametrize(
     ("dims", "strategy"),
     [
-        (ParallelDims(shard=1024), "fsdp"),
+        pytest.param(ParallelDims(shard=1024), "fsdp", marks=pytest.mark.slow),
         (ParallelDims(shard=128, tensor=8), "fsdp"),
         (ParallelDims(replicate=16, shard=8, tensor=8), "hsdp"),
         (ParallelDims(replicate=32, shard=16, tensor=2), "hsdp"),

@@ -52,8 +52,6 @@ SETTINGS = {
 CASES = [
     ("context 4", "qwen2_5_vl", "full"),
     ("context 2 x shard 2", "qwen3_vl", "recompute"),
-    ("context 2 x replicate 2", "llava_next", "full"),
-    ("context 2 x replicate 2, ddp", "qwen3_vl", "lora"),
 ]
 """The layouts of `make test`; the others are slow."""
 OTHERS = [case for case in ((a, b, c) for a in LAYOUTS for b in MODELS for c in SETTINGS) if case not in CASES]

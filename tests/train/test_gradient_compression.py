@@ -11,6 +11,7 @@ from saccade.train.memory_plan import GIB, RESIDUAL
 from saccade.train.parallel_config import ParallelConfig
 
 
+@pytest.mark.slow
 def test_compressed_gradients_are_fed_back_and_train_like_fp32(tmp_path):
     checkpoint, shards = make_checkpoint(tmp_path / "checkpoint"), write_shards(tmp_path / "shards", text_every=3)
     jobs = [{"call": "train.compression_ranks:reduce", "rounding": rounding} for rounding in ("bf16", "int8")]

@@ -37,7 +37,6 @@ SETTINGS = {
 }
 CASES = [
     ("tensor 4", "qwen2_5_vl", "full"),
-    ("tensor 2 x replicate 2", "qwen3_vl", "recompute"),
     ("tensor 2 x shard 2", "llava_next", "lora"),
 ]
 """The layouts of `make test`; the others are slow."""
