@@ -14,7 +14,6 @@ from engine.making_adapters import write_adapters
 from engine.shared_ranks import SharedRanks, checked_collectives, planted
 from engine.tiny import core_of, make_core, plain, request_of, run_all
 from model import llava_next, llava_onevision
-from model.compressed import write_quantized
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
@@ -130,6 +129,8 @@ def test_grammars_adapters_penalties_and_cancelled_streams_in_one_batch_give_the
 @pytest.mark.parametrize(("preset", "is_exact"), [("W4A16", True), ("FP8", True), ("W8A8", False)])
 def test_quantized_folders_give_the_tokens_of_one_rank(ranks, tmp_path, preset, is_exact):
     """The scales of W8A8's inputs are dynamic: of the largest channel of all ranks, so that they are the same."""
+    from model.compressed import write_quantized  # the tests on a GPU import this module where its package is not
+
     source = make_checkpoint(tmp_path / "source", SHAPES[1])
 
     def smaller_groups(weights):
