@@ -31,7 +31,7 @@ _PATIENCE_S = 120.0
 """How long a rank waits for the others' part of a round before it computes that part itself."""
 _POLL_S = 0.02
 _KEPT_BATCHES = 32
-"""The other ranks are fewer batches than this behind: what they may still ask for is kept."""
+"""The other ranks lag by fewer batches than this: what they may still ask for is kept."""
 
 
 class Exchange(Protocol):

@@ -171,7 +171,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do():
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_parts_are_whole_and_every_element_is_on_one_rank_or_on_neighbours(size):
-    """Of every divided tensor of the 3B shape, whose two key/value heads are copied."""
+    """This holds for every divided tensor of the 3B shape, whose two key/value heads are copied."""
     config = named_size("3b")
     few = replace(config, language=replace(config.language, num_layers=1))
     found = {}

@@ -102,7 +102,7 @@ def test_settings_that_need_whole_matrices_are_refused(settings, words, tmp_path
 
 
 def test_a_number_of_ranks_that_does_not_divide_evenly_is_refused():
-    """Of a saved state every rank holds an equal part, so that any number of ranks can load it."""
+    """Every rank holds an equal part of a saved state, so that any number of ranks can load it."""
     config = named_size("tiny")
     with torch.device("meta"):
         model = VLM(replace(config, language=replace(config.language, vocab_size=328)))

@@ -40,7 +40,7 @@ class Statistics:
     num_eager_steps: int = 0
     """Steps that ran without a CUDA graph on a GPU that uses them."""
     ranks: Sequence[tuple[int, float]] = ()
-    """Of each rank of a tensor-parallel engine: its memory in bytes, and the seconds that rank 0 has waited for it."""
+    """Memory in bytes of each rank of a tensor-parallel engine, and the seconds that rank 0 has waited for it."""
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0

@@ -59,7 +59,7 @@ class SpareCore:
         self._spawned = spawned
 
     def take(self, is_cpu: bool) -> SpawnedCore:
-        """The process started ahead, if its environment fits and nobody has taken it; else a new one."""
+        """The process started ahead, if its environment fits and it is still free; else a new one."""
         spawned, self._spawned = self._spawned, None
         if spawned is not None and spawned.is_cpu == is_cpu:
             return spawned
@@ -85,7 +85,7 @@ def spare_core(device: str, *, is_needed: bool) -> Iterator[SpareCore]:
 
 
 def _looks_like_cpu(device: str) -> bool:
-    """Whether a device is a CPU, as far as that can be told without torch; `SpareCore.take` corrects a wrong guess."""
+    """Whether a device is a CPU, as far as that is known without torch; `SpareCore.take` corrects a wrong guess."""
     if device != "auto":
         return device == "cpu"
     return not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists()
