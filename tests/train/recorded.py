@@ -23,8 +23,8 @@ STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
 _TRAINED = ("lora", "qlora", "qat")
 """Settings that a single device trains with too."""
 _BOUNDS = {"qat": {"loss": 2e-2, "update": 0.5}}
-"""Bounds of settings whose steps are not continuous: a weight next to a tie rounds to another of 15 values. The loss and the
-gradients of the first step are equal."""
+"""Bounds of settings whose steps are not continuous: a weight next to a tie rounds to another of 15 values. The loss
+and the gradients of the first step are equal."""
 
 
 @contextlib.contextmanager
