@@ -10,10 +10,19 @@ from saccade.errors import ConfigError
 from saccade.plan.gpus import Gpu
 from saccade.plan.served_model import ServedModel
 
-_BANDWIDTH_SHARE = 0.6
-"""Share of the published bandwidth that decode reaches: measured with 3B on an H200, for 1 and for 256 requests."""
-_COMPUTE_SHARE = 0.5
+_BANDWIDTH_SHARE = 0.875
+"""Share of the published bandwidth at which a step reads weights and KV cache: that of a device copy on an H200."""
+_COMPUTE_SHARE = 0.55
 """Share of the peak that prefill reaches: 540 of 989 TFLOP/s on an H200."""
+_STEP_S = 0.1e-3
+"""Time of a decode step without layers: embedding, sampling, and what is between two steps. This and the following are
+those of the 3B shape on an H200 (docs/log/2026-11-19.md, "Microseconds of a decode step")."""
+_LAYER_S = 34e-6
+"""Time of a layer in addition to what it reads: kernels that wait for one another."""
+_LONE_LAYER_S, _LONE_QUANTIZED_LAYER_S = 8e-6, 21e-6
+"""The same with one request, whose norms, products and activation are one kernel if the weights are in 16 bits."""
+_PRODUCT_SHARE = 0.63
+"""Share of the time of its products at peak that a request adds to a step; the rest passes while weights are read."""
 
 
 _LINK_SHARE = 0.7
@@ -100,37 +109,43 @@ def steady_state(
     peak = gpu.peak(scheme)
     if peak is None or gpu.bandwidth is None:
         return None
-    flops, bandwidth = peak * _COMPUTE_SHARE, gpu.bandwidth * _BANDWIDTH_SHARE
+    flops = peak * _COMPUTE_SHARE
     products = model.num_decoder_parameters * load.num_prompt + model.num_tower_parameters * load.image_patches
-    fixed_s, by_request_s = _exchange_times(model, gpu)
     prefill_s = 2.0 * products / flops + exchange_s(model, gpu, load.num_prompt, 1)
     decoding = 1.0 - rate * prefill_s
     if decoding <= 0.0:
         return None
-    weights = model.decode_bytes[scheme]
-    # step = fixed + n each and n = rate * (prefill + output * step / decoding): linear in n.
-    fixed_s, each_s = fixed_s + weights / bandwidth, by_request_s + kv_bytes / bandwidth
-    per_request = rate * load.num_output * each_s / decoding
-    if per_request >= 1.0:
-        return None
-    fixed = rate * (prefill_s + load.num_output * fixed_s / decoding)
-    in_progress = fixed / (1.0 - per_request)
-    reading_s = fixed_s + in_progress * each_s
+    mean_kv_bytes = kv_bytes * (1.0 - load.num_output / (2 * load.tokens))  # outputs are added one by one
+    for has_one in (True, False):
+        # step = fixed + n each and n = rate * (prefill + output * step / decoding): linear in n.
+        fixed_s, each_s = _decode_times(model, gpu, scheme, mean_kv_bytes, has_one=has_one)
+        per_request = rate * load.num_output * each_s / decoding
+        if per_request >= 1.0:
+            return None
+        in_progress = rate * (prefill_s + load.num_output * fixed_s / decoding) / (1.0 - per_request)
+        if in_progress <= 1.0:
+            break
     computing_s = 2.0 * model.num_decoder_parameters * in_progress / flops
-    step_s = max(reading_s, computing_s) / decoding
+    step_s = max(fixed_s + in_progress * each_s, computing_s) / decoding
     latency_s = prefill_s + load.num_output * step_s
     return Times(prefill_s, step_s, latency_s, max(in_progress, rate * latency_s))
 
 
-def _exchange_times(model: ServedModel, gpu: Gpu) -> tuple[float, float]:
-    """(time of a decode step's exchanges without requests, and what each request adds)."""
-    fixed_s = exchange_s(model, gpu, 0, 0)
-    return fixed_s, exchange_s(model, gpu, 1, 1) - fixed_s
+def _decode_times(model: ServedModel, gpu: Gpu, scheme: str, kv_bytes: float, *, has_one: bool) -> tuple[float, float]:
+    """(time of a decode step without requests, and what each request adds). `has_one`: the step has one request."""
+    assert gpu.bandwidth is not None, "asked of a GPU by name"
+    bandwidth, peak = gpu.bandwidth * _BANDWIDTH_SHARE, gpu.peak(scheme)
+    lone_s = _LONE_LAYER_S if scheme == "bf16" else _LONE_QUANTIZED_LAYER_S
+    layers_s = model.shape.num_layers * (lone_s if has_one else _LAYER_S)
+    product_s = 0.0 if peak is None else 2.0 * model.num_decoder_parameters / peak * _PRODUCT_SHARE
+    exchanges_s = exchange_s(model, gpu, 0, 0)
+    fixed_s = _STEP_S + layers_s + model.decode_bytes[scheme] / bandwidth + exchanges_s
+    return fixed_s, kv_bytes / bandwidth + product_s + exchange_s(model, gpu, 1, 1) - exchanges_s
 
 
 def decode_step_s(model: ServedModel, gpu: Gpu, scheme: str, kv_bytes: int, num_requests: int) -> float | None:
     """Time of a step that decodes `num_requests`, each with `kv_bytes` of KV cache. None: the GPU is not known."""
     if gpu.bandwidth is None:
         return None
-    reading_s = (model.decode_bytes[scheme] + num_requests * kv_bytes) / (gpu.bandwidth * _BANDWIDTH_SHARE)
-    return reading_s + exchange_s(model, gpu, num_requests, num_requests)
+    fixed_s, each_s = _decode_times(model, gpu, scheme, kv_bytes, has_one=num_requests == 1)
+    return fixed_s + num_requests * each_s

@@ -25,6 +25,7 @@ from saccade.kernels import launch
 from saccade.kernels.rms_norm import rms_norm
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
+from saccade.model.shard import TensorRank
 
 LANGUAGE = LanguageConfig(
     vocab_size=2057, hidden_size=224, num_layers=3, num_heads=7, num_kv_heads=1, intermediate_size=352, rope_theta=1e6,
@@ -54,6 +55,13 @@ def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
     monkeypatch.setattr(step_inputs, "STEP_TOKENS", (16, 64))  # on a CPU the larger sizes test nothing more
     config = dataclasses.replace(ENGINE, **({"max_requests": 5} | engine))
     compile_all_sizes(small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32))
+
+
+def test_a_ranks_part_of_a_model_can_warm_up(monkeypatch):
+    monkeypatch.setattr(step_inputs, "STEP_TOKENS", (16, 64))
+    config = dataclasses.replace(ENGINE, max_requests=2)
+    rank, cpu = TensorRank(1, 7), torch.device("cpu")
+    compile_all_sizes(small_runner(CONFIG, config, device=cpu, dtype=torch.float32, rank=rank))
 
 
 @pytest.mark.gpu

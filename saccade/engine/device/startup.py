@@ -109,7 +109,7 @@ def small_runner(
     if rank.size > 1:
         exchange = LoneRank(rank.rank, rank.size)
         shard_model(model, rank)
-        model.to_empty(device=device).to(dtype)
+        model.to_empty(device=device).to(dtype).requires_grad_(False)
         for parameter in model.parameters():
             parameter.zero_()
         model.tie_head()
