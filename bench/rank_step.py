@@ -54,10 +54,10 @@ def make_runner(config: ModelConfig, num_ranks: int, num_requests: int, context:
     """A runner of rank 0 with random weights."""
     device, exchange = resolve_device("auto"), LoneRank(0, num_ranks)
     with torch.device("meta"):
-        model = VLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+        model = VLM(config).to(torch.bfloat16).eval()
     shard_model(model, TensorRank(0, num_ranks))
     model.to_empty(device=device).requires_grad_(False)
-    for parameter in model.parameters():
+    for parameter in model.requires_grad_(False).parameters():
         parameter.normal_(std=0.02)
     model.tie_head()
     connect(model, exchange)

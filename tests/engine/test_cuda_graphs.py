@@ -185,12 +185,12 @@ def test_a_postponed_size_runs_as_its_cover_until_it_is_captured():
     graphs = FakeGraphs()
     graphs.capture(SIZES[7])
     for size in SIZES[4:7]:
-        graphs.postpone(size, SIZES[7])
+        graphs.postpone(size, SIZES[7], 8)
     assert graphs.fitting(SIZES[7]) == SIZES[7]
     for _ in range(3):
         assert graphs.fitting(SIZES[5]) == SIZES[7]
     assert graphs.capture_next()
-    assert graphs.log[-1] == ("capture", SIZES[5]), "the one that was used most comes first"
+    assert graphs.log[-1] == ("capture", SIZES[5]), "the one that has wasted most comes first"
     assert (graphs.fitting(SIZES[5]), graphs.fitting(SIZES[4])) == (SIZES[5], SIZES[7])
     assert graphs.num_late_captures == 0, "no step waited for it"
     while graphs.capture_next():
@@ -198,11 +198,11 @@ def test_a_postponed_size_runs_as_its_cover_until_it_is_captured():
     assert [graphs.fitting(size) for size in SIZES[4:8]] == SIZES[4:8]
 
 
-def test_a_postponed_size_that_is_used_often_is_captured_while_serving():
+def test_a_postponed_size_is_captured_while_serving_once_its_padding_has_cost_as_much():
     graphs = FakeGraphs()
     graphs.capture(SIZES[7])
-    graphs.postpone(SIZES[4], SIZES[7])
-    uses = [graphs.fitting(SIZES[4]) for _ in range(cuda_graphs._USES_BEFORE_CAPTURE)]
+    graphs.postpone(SIZES[4], SIZES[7], 512)
+    uses = [graphs.fitting(SIZES[4]) for _ in range(cuda_graphs._WASTE_BEFORE_CAPTURE // 512)]
     assert uses == [SIZES[7]] * (len(uses) - 1) + [SIZES[4]]
     assert graphs.num_late_captures == 1
     assert not graphs.capture_next()
@@ -211,10 +211,10 @@ def test_a_postponed_size_that_is_used_often_is_captured_while_serving():
 def test_a_postponed_size_whose_capture_fails_runs_as_its_cover_for_good(caplog):
     graphs = FakeGraphs(failing={SIZES[4]})
     graphs.capture(SIZES[7])
-    graphs.postpone(SIZES[4], SIZES[7])
+    graphs.postpone(SIZES[4], SIZES[7], 512)
     assert graphs.capture_next()
     assert "it runs as" in caplog.text
-    for _ in range(2 * cuda_graphs._USES_BEFORE_CAPTURE):
+    for _ in range(2 * cuda_graphs._WASTE_BEFORE_CAPTURE // 512):
         assert graphs.fitting(SIZES[4]) == SIZES[7]
     assert not graphs.capture_next()
     assert ("eager", SIZES[4]) not in graphs.log, "the inputs are those of another step"

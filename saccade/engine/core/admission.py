@@ -23,7 +23,7 @@ WORK_PER_ARRIVAL = 512
 """Further work for which a request waits for one later arrival."""
 MAX_OVERTAKING = 16
 """Most arrivals that a request waits for because of its work."""
-_PATCHES_PER_TOKEN = 3
+PATCHES_PER_TOKEN = 3
 """Patches that the vision encoder computes in about the time that the decoder takes for a token."""
 
 Position = tuple[int, int]
@@ -39,4 +39,4 @@ def position_of(request: Request, arrival: int) -> Position:
 def work_of(request: Request) -> int:
     """Work until the first token in tokens of the decoder, with nothing in a cache. An image counts once."""
     patches = {image.key: image.num_patches for image in request.images}
-    return request.num_prompt_tokens + sum(patches.values()) // _PATCHES_PER_TOKEN
+    return request.num_prompt_tokens + sum(patches.values()) // PATCHES_PER_TOKEN

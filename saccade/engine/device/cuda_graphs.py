@@ -2,7 +2,7 @@
 
 A step is rounded up to one of a declared set of sizes (`step_inputs.py`). Each capture takes about 30 ms for a whole
 model, so only a part of them is captured before the engine reports ready. The others are postponed: they run as a
-larger size until the engine is idle for a moment, or until they have been used often.
+larger size until the engine is idle for a moment, or until that has cost about as much as the captures take.
 
 A size outside the set (drafts of many requests, for example) is captured when it first occurs, which delays that step
 and is counted. A fixed number of late captures is kept; the least recently used one is dropped.
@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_LATE_GRAPHS = 64
 """Maximum number of graphs captured while serving."""
-_USES_BEFORE_CAPTURE = 64
-"""Uses after which a postponed size is captured although the engine is busy."""
+_WASTE_BEFORE_CAPTURE = 4096
+"""Tokens of padding after which a postponed size is captured although the engine is busy.
+
+To compute them takes a model of 3B parameters about 30 ms, as long as the capture.
+"""
 
 Size = TypeVar("Size", bound=Hashable)
 
@@ -57,7 +60,8 @@ class CudaGraphs(Generic[Size]):
         self._late: OrderedDict[Size, _Captured] = OrderedDict()
         self._failed: set[Size] = set()
         self._covers: dict[Size, Size] = {}  # the captured size that runs instead of one that is not captured
-        self._postponed: Counter[Size] = Counter()  # uses of the sizes that are to be captured
+        self._postponed: Counter[Size] = Counter()  # tokens of padding so far, of the sizes that are to be captured
+        self._waste: dict[Size, int] = {}  # tokens of padding of each use
         self._pool: Any = None
         self.num_late_captures = 0
         """Number of sizes captured while serving."""
@@ -77,9 +81,12 @@ class CudaGraphs(Generic[Size]):
 
     # -------------------------------------------------------------- postponed captures
 
-    def postpone(self, size: Size, cover: Size) -> None:
-        """Capture a size later. Until then `cover` runs instead, which is captured and at least as large."""
-        self._covers[size] = cover
+    def postpone(self, size: Size, cover: Size, waste: int) -> None:
+        """Capture a size later. Until then `cover` runs instead, which is captured and at least as large.
+
+        `waste`: the tokens of padding that this adds to a run.
+        """
+        self._covers[size], self._waste[size] = cover, max(1, waste)
         self._postponed[size] = 0
 
     def fitting(self, size: Size) -> Size:
@@ -87,14 +94,14 @@ class CudaGraphs(Generic[Size]):
         if size not in self._covers:
             return size
         if size in self._postponed:
-            self._postponed[size] += 1
-            if self._postponed[size] >= _USES_BEFORE_CAPTURE:
+            self._postponed[size] += self._waste[size]
+            if self._postponed[size] >= _WASTE_BEFORE_CAPTURE:
                 self._capture_postponed(size)
                 self.num_late_captures += 1
         return self._covers.get(size, size)
 
     def capture_next(self) -> bool:
-        """Capture the postponed size that was used most. False: there is none."""
+        """Capture the postponed size that has wasted most. False: there is none."""
         if not self._postponed:
             return False
         [(size, _)] = self._postponed.most_common(1)
@@ -182,14 +189,18 @@ class CudaGraphs(Generic[Size]):
             graphs.append(self._begin_capture())
             try:
                 out = next(parts)
-            finally:
-                graphs[-1].capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it only says that the capture failed, not why
+                    graphs[-1].capture_end()
+                raise
+            graphs[-1].capture_end()
         return _Captured(graphs, out)
 
     def _begin_capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.current_blas_handle()  # each thread has its own, which cannot be created in a capture
         # Torch's context manager would collect garbage, empty the memory cache and synchronize.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph

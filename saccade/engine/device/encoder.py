@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.device import to_device
+from saccade.engine.core.admission import PATCHES_PER_TOKEN
 from saccade.engine.core.step import ENCODER_PARTS
 from saccade.engine.device.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
@@ -99,7 +100,7 @@ class Encoder:
                 if budget == cover:
                     self._graphs.capture(budget)
                 else:
-                    self._graphs.postpone(budget, cover)
+                    self._graphs.postpone(budget, cover, (cover - budget) // PATCHES_PER_TOKEN)
             self._tower.warm_up(self.device)
             timed = sorted({*first[:: -(-len(first) // _NUM_TIMED)], first[-1]})
             self._times = timed, [self._time(self._graphs, budget) for budget in timed]

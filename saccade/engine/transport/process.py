@@ -207,8 +207,6 @@ def serve(connection: Connection) -> None:
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
-    if resolve_device(setup["device"]).type != "cpu":  # a start on a CPU should stay quick
-        import torch._dynamo  # noqa: F401  the profiler needs it; a later import would stall requests
     if setup["logs_json"]:
         set_up_logging(as_json=True)
     try:
@@ -237,7 +235,11 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         while True:
             message, fds = connection.receive()
             try:
-                inbox.put(_decode_message(message, fds))
+                decoded = _decode_message(message, fds)
+                if isinstance(decoded, StartProfile):
+                    threading.Thread(target=_start_profile, args=(decoded, inbox), daemon=True).start()
+                else:
+                    inbox.put(decoded)
             except Exception as error:
                 if message["type"] != "add":
                     raise
@@ -253,6 +255,13 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         logger.exception("messages of the front end cannot be read; the engine core stops")
     finally:
         inbox.put(None)
+
+
+def _start_profile(message: StartProfile, inbox: queue.SimpleQueue[Any]) -> None:
+    """Import what the profiler needs, which takes seconds, while requests are served; then pass on the message."""
+    import torch._dynamo  # noqa: F401
+
+    inbox.put(message)
 
 
 def _failed(request_id: str, failure: Failure) -> RequestOutput:
