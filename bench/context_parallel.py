@@ -1,6 +1,7 @@
 """Context parallelism: balance of the plan, of images and of kernels, and two ranks on one GPU.
 
-    python -m bench.context_parallel balance     pairs of tokens of the costliest rank, and images; any machine
+    python -m bench.context_parallel balance     pairs of tokens and a schedule of the kernels' tiles, costliest rank;
+                                                 images; any machine
     python -m bench.context_parallel kernels     time of each rank's share of attention on one GPU
     python -m bench.context_parallel ranks       two processes on one GPU (or CPU) equal one
 
@@ -10,6 +11,7 @@ runs the shares of the ranks one after another: it measures what context paralle
 """
 
 import argparse
+import heapq
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from bench.kernels.timing import gpu_ms
-from saccade.data.context_plan import attended, plan_context
+from saccade.data.context_plan import ContextShare, attended, plan_context
 from saccade.data.image_shares import balance, image_cost
 from saccade.data.packing import pack
 from saccade.kernels.attention import attention
@@ -31,7 +33,7 @@ from saccade.model import context_parallel
 from saccade.model.attention import PackedAttention
 from saccade.model.context_parallel import ContextAttention, ContextInputs, attend_to_sequence
 from saccade.processor.inputs import ModelInputs
-from saccade.train.context_batches import ContextGroup, SequenceShare
+from saccade.train.context_batches import ContextGroup, SequenceShare, _attention_rows
 
 NUM_TOKENS, NUM_RANKS = 131072, 8
 MEANS = (1024, 4096, 16384, 65536)
@@ -66,7 +68,7 @@ def share_of(inputs: ModelInputs, rank: int, num_ranks: int, device: str, group:
 def balances(num_packs: int) -> Iterator[dict[str, object]]:
     """Largest over mean: pairs of tokens, and work of images, for several means of document lengths."""
     for mean in MEANS:
-        ratios, rounds, seconds = [], [], 0.0
+        ratios, scheduled, seconds = [], [], 0.0
         for seed in range(num_packs):
             lengths = log_normal_pack(mean, NUM_TOKENS, seed)
             begin = time.perf_counter()
@@ -75,13 +77,53 @@ def balances(num_packs: int) -> Iterator[dict[str, object]]:
             counts = attended(lengths)
             pairs = [int(counts[share.tokens].sum()) for share in shares]
             ratios.append(max(pairs) / np.mean(pairs))
-            rounds.append(max(len(share.rounds) for share in shares))
+            times = [kernel_steps(share) for share in shares]
+            scheduled.append([max(each) / np.mean(each) for each in zip(*times, strict=True)])
         yield {
             "documents": mean, "pairs max/mean": round(float(np.mean(ratios)), 4), "worst": round(max(ratios), 4),
-            "rounds": round(float(np.mean(rounds)), 1), "plan ms": round(1e3 * seconds / num_packs, 2),
+            "scheduled forward max/mean": round(float(np.mean(scheduled, 0)[0]), 4),
+            "backward": round(float(np.mean(scheduled, 0)[1]), 4),
+            "worst scheduled": round(float(np.max(scheduled)), 4), "plan ms": round(1e3 * seconds / num_packs, 2),
         }  # fmt: skip
     for max_seq_len, context in ((16384, 1), (16384, 2), (65536, 4), (NUM_TOKENS, NUM_RANKS)):
         yield {"max_seq_len": max_seq_len, "context": context} | image_balance(max_seq_len, context, num_packs)
+
+
+def kernel_steps(share: ContextShare) -> tuple[float, float]:
+    """Time of a rank's attention, forward and backward, in steps of one tile of 64 queries by 64 keys on an H200.
+
+    Tiles are those of the kernels, given in order to the first of the programs that run at once (two per
+    multiprocessor, one of the gradients of keys). A tile takes `_FIXED_STEPS` besides its products.
+    """
+    rows = _attention_rows(share.pieces, None)
+    queries, position = rows.query_tiles[:, 1], rows.query_tiles[:, 4] + rows.query_tiles[:, 3] - rows.query_tiles[:, 1]
+    halves = []
+    for half in (0, 64):  # a listed tile is two programs
+        exists = rows.query_tiles[:, 4] + half < queries
+        keys = torch.minimum(rows.query_tiles[:, 3], position + half + 64)
+        halves.append(torch.where(exists, -(-keys // 64) + _FIXED_STEPS, 0))
+    of_queries = torch.stack(halves, 1).flatten().tolist()
+    of_keys = []
+    for _, _, first, begin, end in rows.key_tiles.tolist():
+        ends, counts = rows.rows[begin:end, 3], rows.rows[begin:end, 1]
+        seen = (ends - torch.maximum(ends - counts, torch.tensor(first))).clamp(min=0)
+        of_keys.append(NUM_HEADS / NUM_KV_HEADS * float((-(-seen // 32)).sum()) + 2 * _FIXED_STEPS)
+    forward = _scheduled(of_queries, NUM_HEADS, 2 * _NUM_SMS)
+    return forward, _GRADIENT_STEP * forward + _scheduled(of_keys, NUM_KV_HEADS, _NUM_SMS)
+
+
+_NUM_SMS, _FIXED_STEPS = 132, 3.0
+_GRADIENT_STEP = 1.4
+"""Time of a step of dQ relative to forward (and to a step of 32 queries by 128 keys of dK and dV)."""
+
+
+def _scheduled(durations: Sequence[float], num_heads: int, num_slots: int) -> float:
+    """When the last program ends: every duration once per head, each begun by the first slot that is free."""
+    free = [0.0] * num_slots
+    for duration in durations:
+        for _ in range(num_heads):
+            heapq.heappush(free, heapq.heappop(free) + duration)
+    return max(free)
 
 
 def image_balance(max_seq_len: int, context: int, num_buffers: int) -> dict[str, float]:

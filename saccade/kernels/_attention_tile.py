@@ -8,6 +8,9 @@ two chunks of columns, MAIN and TAIL. If TAIL is 0, the second is unused.
 from saccade.kernels.launch import tl, triton
 
 NO_MAX = tl.constexpr(-1.0e30)  # finite, so that a row whose keys are all masked has no inf - inf
+LISTED_TILE = 128
+"""Rows of a listed tile: programs with smaller tiles share one."""
+_LISTED_TILE = tl.constexpr(LISTED_TILE)
 
 
 @triton.jit
@@ -35,6 +38,55 @@ def span(cu_seqlens: tl.tensor, segment: tl.tensor) -> tuple[tl.tensor, tl.tenso
     """First row and number of rows of a segment."""
     row = tl.load(cu_seqlens + segment)
     return row, tl.load(cu_seqlens + segment + 1) - row
+
+
+@triton.jit
+def queries_of_program(
+    cu_seqlens_q: tl.tensor,
+    cu_seqlens_k: tl.tensor,
+    program: tl.tensor,
+    num_segments: tl.tensor,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """First query and number of queries of the program's row, the same of its keys, and where its tile begins.
+
+    LISTED: `cu_seqlens_q` is the list of tiles, five numbers each, see `context_attention.py`. A negative start means
+    that there is no tile.
+    """
+    if LISTED:
+        tile = cu_seqlens_q + program // (_LISTED_TILE // BLOCK) * 5
+        q_row, num_queries = tl.load(tile), tl.load(tile + 1)
+        k_row, num_keys = tl.load(tile + 2), tl.load(tile + 3)
+        m0 = tl.load(tile + 4) + program % (_LISTED_TILE // BLOCK) * BLOCK
+        m0 = tl.where(m0 < num_queries, m0, -1)
+    else:
+        segment, tile = locate(cu_seqlens_q, program, num_segments, 0, BLOCK)
+        q_row, num_queries = span(cu_seqlens_q, segment)
+        k_row, num_keys = span(cu_seqlens_k, segment)
+        m0 = (tl.cdiv(num_queries, BLOCK) - 1 - tile) * BLOCK  # the longest rows of a causal segment go first
+    return q_row, num_queries, k_row, num_keys, m0
+
+
+@triton.jit
+def keys_of_program(
+    cu_seqlens_k: tl.tensor, program: tl.tensor, num_segments: tl.tensor, BLOCK: tl.constexpr, LISTED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """First key and number of keys of the program's segment, where its tile begins, and the rows that read it.
+
+    LISTED: `cu_seqlens_k` is the list of tiles. Otherwise a segment is the only row that reads its keys.
+    """
+    if LISTED:
+        tile = cu_seqlens_k + program // (_LISTED_TILE // BLOCK) * 5
+        k_row, num_keys = tl.load(tile), tl.load(tile + 1)
+        n0 = tl.load(tile + 2) + program % (_LISTED_TILE // BLOCK) * BLOCK
+        first, end = tl.load(tile + 3), tl.load(tile + 4)
+    else:
+        first, tile = locate(cu_seqlens_k, program, num_segments, 0, BLOCK)
+        k_row, num_keys = span(cu_seqlens_k, first)
+        n0 = tile * BLOCK
+        end = first + 1
+    return k_row, num_keys, n0, first, end
 
 
 @triton.jit

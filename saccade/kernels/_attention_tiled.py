@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from saccade.kernels import launch
+from saccade.kernels._attention_tile import LISTED_TILE
 from saccade.kernels._attention_tiled_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
 from saccade.kernels.launch import triton
 
@@ -106,15 +107,25 @@ def scales(head_dim: int) -> tuple[float, float]:
     return head_dim**-0.5, head_dim**-0.5 * math.log2(math.e)
 
 
+def _num_tiles(x: Tensor, cu_seqlens: Tensor, block: int, is_listed: bool) -> tuple[int, int]:
+    """(tiles of the grid, segments): see `locate`."""
+    if is_listed:
+        return len(cu_seqlens) * (LISTED_TILE // block), 0
+    num_segments = len(cu_seqlens) - 1
+    return len(x) // block + num_segments, num_segments
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """out and its base-2 log-sum-exp [H, T]."""
-    (num_tokens, num_heads, head_dim), num_segments = q.shape, len(cu_seqlens_q) - 1
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int | None,
+    *, is_listed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and its base-2 log-sum-exp [H, T]. `is_listed`: `cu_seqlens_q` is a list of tiles of queries."""
+    _, num_heads, head_dim = q.shape
     tiles = _tiles("forward", q)
+    num_tiles, num_segments = _num_tiles(q, cu_seqlens_q, tiles.block_m, is_listed)
     out = q.new_empty(q.shape)
-    lse = q.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    forward_kernel[((num_tokens // tiles.block_m + num_segments) * num_heads,)](
+    lse = q.new_empty(num_heads, len(q), dtype=torch.float32)
+    forward_kernel[(num_tiles * num_heads,)](
         q,
         *_streamed(k, tiles.block_n, tiles.tma),
         *_streamed(v, tiles.block_n, tiles.tma),
@@ -134,6 +145,7 @@ def forward(
         BLOCK_N=tiles.block_n,
         OVERLAP=tiles.overlap,
         TMA=tiles.tma,
+        LISTED=is_listed,
         **_compile_options(tiles),
     )
     return out, lse
@@ -150,12 +162,15 @@ def query_gradient(
     cu_seqlens_k: Tensor,
     causal: bool,
     window: int | None,
+    *,
+    is_listed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dQ, and delta [H, T] for the key gradient."""
-    (num_tokens, num_heads, head_dim), num_segments = q.shape, len(cu_seqlens_q) - 1
+    """dQ, and delta [H, T] for the key gradient. `is_listed`: `cu_seqlens_q` is a list of tiles of queries."""
+    _, num_heads, head_dim = q.shape
     tiles = _tiles("query_gradient", q)
+    num_tiles, num_segments = _num_tiles(q, cu_seqlens_q, tiles.block_m, is_listed)
     d_q, delta = q.new_empty(q.shape), torch.empty_like(lse)
-    query_gradient_kernel[((num_tokens // tiles.block_m + num_segments) * num_heads,)](
+    query_gradient_kernel[(num_tiles * num_heads,)](
         q,
         *_streamed(k, tiles.block_n, tiles.tma),
         *_streamed(v, tiles.block_n, tiles.tma),
@@ -177,6 +192,7 @@ def query_gradient(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         TMA=tiles.tma,
+        LISTED=is_listed,
         **_compile_options(tiles),
     )
     return d_q, delta
@@ -193,17 +209,24 @@ def key_gradient(
     cu_seqlens_k: Tensor,
     causal: bool,
     window: int | None,
+    *,
+    is_listed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV. If tiles times key heads do not fill the GPU twice, the query heads of a group are split as well."""
-    (num_keys, num_kv_heads, head_dim), num_segments = k.shape, len(cu_seqlens_k) - 1
+    """dK and dV. If tiles times key heads do not fill the GPU twice, the query heads of a group are split as well.
+
+    `is_listed`: `cu_seqlens_q` has the rows of queries, and `cu_seqlens_k` a list of tiles of keys, not of all keys.
+    """
+    _, num_kv_heads, head_dim = k.shape
     tiles = _tiles("key_gradient", q)
     group = q.shape[1] // num_kv_heads
-    num_programs = (num_keys // tiles.block_n + num_segments) * num_kv_heads
+    num_tiles, num_segments = _num_tiles(k, cu_seqlens_k, tiles.block_n, is_listed)
+    num_programs = num_tiles * num_kv_heads
     splits = 1
     while group % (2 * splits) == 0 and num_programs * splits < 2 * launch.num_sms(q.device):
         splits *= 2
     partial_dtype = k.dtype if splits == 1 else torch.float32
-    d_k, d_v = (k.new_empty(splits, *k.shape, dtype=partial_dtype) for _ in range(2))
+    allocate = k.new_zeros if is_listed else k.new_empty
+    d_k, d_v = (allocate((splits, *k.shape), dtype=partial_dtype) for _ in range(2))
     key_gradient_kernel[(num_programs * splits,)](
         q,
         k,
@@ -226,6 +249,7 @@ def key_gradient(
         WINDOW=window,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        LISTED=is_listed,
         **_compile_options(tiles),
     )
     return (d_k[0], d_v[0]) if splits == 1 else (d_k.sum(0).to(k.dtype), d_v.sum(0).to(k.dtype))

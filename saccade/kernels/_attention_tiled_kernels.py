@@ -9,9 +9,10 @@ from saccade.kernels._attention_tile import (
     add_dot,
     attends,
     dot_rows,
+    keys_of_program,
     keys_of_tile,
     load_tile,
-    locate,
+    queries_of_program,
     span,
     store_tile,
     zero_tile,
@@ -48,13 +49,13 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
     TMA: tl.constexpr,
+    LISTED: tl.constexpr,
 ) -> None:
     """One tile of queries of one head. OVERLAP: the scores of the next keys are computed during this softmax."""
     head = tl.program_id(0) % NUM_HEADS
-    segment, tile = locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, 0, BLOCK_M)
-    q_row, num_queries = span(cu_seqlens_q, segment)
-    k_row, num_keys = span(cu_seqlens_k, segment)
-    m0 = (tl.cdiv(num_queries, BLOCK_M) - 1 - tile) * BLOCK_M  # the longest rows of a causal segment go first
+    q_row, num_queries, k_row, num_keys, m0 = queries_of_program(
+        cu_seqlens_q, cu_seqlens_k, tl.program_id(0) // NUM_HEADS, num_segments, BLOCK_M, LISTED
+    )
     if m0 < 0:
         return
     q_column = head * HEAD_DIM
@@ -158,13 +159,13 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
+    LISTED: tl.constexpr,
 ) -> None:
     """dQ of one tile of queries; also writes delta = sum_k out dO for the key gradient, which runs after it."""
     head = tl.program_id(0) % NUM_HEADS
-    segment, tile = locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, 0, BLOCK_M)
-    q_row, num_queries = span(cu_seqlens_q, segment)
-    k_row, num_keys = span(cu_seqlens_k, segment)
-    m0 = (tl.cdiv(num_queries, BLOCK_M) - 1 - tile) * BLOCK_M
+    q_row, num_queries, k_row, num_keys, m0 = queries_of_program(
+        cu_seqlens_q, cu_seqlens_k, tl.program_id(0) // NUM_HEADS, num_segments, BLOCK_M, LISTED
+    )
     if m0 < 0:
         return
     q_column = head * HEAD_DIM
@@ -221,30 +222,29 @@ def query_gradient_kernel(
     store_tile(d_q, dq, dq_tail, q_row, m0, num_queries, d_q_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL)
 
 
-@triton.jit(do_not_specialize=["lse_stride", "num_segments"])
-def key_gradient_kernel(
+@triton.jit
+def _add_queries(
+    dk: tl.tensor,
+    dk_tail: tl.tensor,
+    dv: tl.tensor,
+    dv_tail: tl.tensor,
+    k_main: tl.tensor,
+    k_last: tl.tensor,
+    v_main: tl.tensor,
+    v_last: tl.tensor,
     q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
     do: tl.tensor,
     lse: tl.tensor,
     delta: tl.tensor,
-    d_k: tl.tensor,
-    d_v: tl.tensor,
-    cu_seqlens_q: tl.tensor,
-    cu_seqlens_k: tl.tensor,
     q_stride: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
     do_stride: tl.tensor,
-    d_k_stride: tl.tensor,
-    d_v_stride: tl.tensor,
-    split_stride: tl.int64,
     lse_stride: tl.tensor,
-    num_segments: tl.tensor,
-    scale: tl.float32,
+    q_row: tl.tensor,
+    num_queries: tl.tensor,
+    shift: tl.tensor,
+    n0: tl.tensor,
+    first_head: tl.tensor,
     scale_log2: tl.float32,
-    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -254,37 +254,16 @@ def key_gradient_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> None:
-    """dK and dV of one tile of keys, summed over GROUP / SPLITS of the query heads that read it; transposed, keys down.
-
-    Query tiles are counted from the segment's end, so that only the first one visited can be partial (it may begin
-    before row 0). Keys past the end are zero rows whose gradients are never stored. Tiles are loaded through pointers:
-    through the bulk copy engine, fp16 gradients of short segments came out wrong on an H200 (Triton 3.6; right under
-    the interpreter).
-    """
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    split = tl.program_id(0) // NUM_KV_HEADS % SPLITS
-    segment, tile = locate(cu_seqlens_k, tl.program_id(0) // (NUM_KV_HEADS * SPLITS), num_segments, 0, BLOCK_N)
-    q_row, num_queries = span(cu_seqlens_q, segment)
-    k_row, num_keys = span(cu_seqlens_k, segment)
-    n0 = tile * BLOCK_N
-    if n0 >= num_keys:
-        return
-    k_column = kv_head * HEAD_DIM
-    k_main, k_last = load_tile(k, k, k_row, n0, num_keys, k_stride, k_column, BLOCK_N, HEAD_DIM, MAIN, TAIL, False)
-    v_main, v_last = load_tile(v, v, k_row, n0, num_keys, v_stride, k_column, BLOCK_N, HEAD_DIM, MAIN, TAIL, False)
-    dk, dk_tail = zero_tile(BLOCK_N, MAIN, TAIL)
-    dv, dv_tail = zero_tile(BLOCK_N, MAIN, TAIL)
-
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add the gradients of a tile of keys from a row of queries. Query i of the row is that of key i + shift."""
     # Queries [begin, full_begin) and [full_end, end) need a mask, those between attend to every key of the tile.
-    shift = num_keys - num_queries
     keys = n0 + tl.arange(0, BLOCK_N)
     first = num_queries * 0
     first_full = num_queries * 0
     end = num_queries
     full_end = num_queries
     if CAUSAL:
-        first = tl.maximum(n0 - shift, 0)
+        first = tl.minimum(tl.maximum(n0 - shift, 0), num_queries)
         first_full = tl.minimum(tl.maximum(n0 + BLOCK_N - 1 - shift, 0), num_queries)
     if WINDOW is not None:
         end = tl.maximum(tl.minimum(n0 + BLOCK_N + WINDOW - shift, num_queries), first)
@@ -296,7 +275,6 @@ def key_gradient_kernel(
         full_end = tl.maximum(full_end, begin)
         full_begin = tl.minimum(full_begin, full_end)
 
-    first_head = kv_head * GROUP + split * (GROUP // SPLITS)
     for phase in tl.static_range(0, 2 if WINDOW is None else 3):  # masked, full, masked
         if phase == 0:
             low, high = begin, full_begin
@@ -338,6 +316,82 @@ def key_gradient_kernel(
             # registers)
             dp = dot_rows(v_main, v_last, do_main, do_last, TAIL)
             dk, dk_tail = add_dot(dk, dk_tail, p * (dp - row_delta[None, :]), q_main, q_last, TAIL)
+    return dk, dk_tail, dv, dv_tail
+
+
+@triton.jit(do_not_specialize=["lse_stride", "num_segments"])
+def key_gradient_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    do: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    d_k: tl.tensor,
+    d_v: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    cu_seqlens_k: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    do_stride: tl.tensor,
+    d_k_stride: tl.tensor,
+    d_v_stride: tl.tensor,
+    split_stride: tl.int64,
+    lse_stride: tl.tensor,
+    num_segments: tl.tensor,
+    scale: tl.float32,
+    scale_log2: tl.float32,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LISTED: tl.constexpr,
+) -> None:
+    """dK and dV of one tile of keys, summed over GROUP / SPLITS of the query heads that read it; transposed, keys down.
+
+    Query tiles are counted from the segment's end, so that only the first one visited can be partial (it may begin
+    before row 0). Keys past the end are zero rows whose gradients are never stored. Tiles are loaded through pointers:
+    through the bulk copy engine, fp16 gradients of short segments came out wrong on an H200 (Triton 3.6; right under
+    the interpreter).
+    """
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(0) // NUM_KV_HEADS % SPLITS
+    k_row, num_keys, n0, first_row, end_row = keys_of_program(
+        cu_seqlens_k, tl.program_id(0) // (NUM_KV_HEADS * SPLITS), num_segments, BLOCK_N, LISTED
+    )
+    if n0 >= num_keys:
+        return
+    k_column = kv_head * HEAD_DIM
+    k_main, k_last = load_tile(k, k, k_row, n0, num_keys, k_stride, k_column, BLOCK_N, HEAD_DIM, MAIN, TAIL, False)
+    v_main, v_last = load_tile(v, v, k_row, n0, num_keys, v_stride, k_column, BLOCK_N, HEAD_DIM, MAIN, TAIL, False)
+    dk, dk_tail = zero_tile(BLOCK_N, MAIN, TAIL)
+    dv, dv_tail = zero_tile(BLOCK_N, MAIN, TAIL)
+    first_head = kv_head * GROUP + split * (GROUP // SPLITS)
+    if LISTED:
+        for number in range(first_row, end_row):
+            row = cu_seqlens_q + number * 4
+            q_row, num_queries = tl.load(row), tl.load(row + 1)
+            shift = tl.load(row + 3) - num_queries
+            dk, dk_tail, dv, dv_tail = _add_queries(
+                dk, dk_tail, dv, dv_tail, k_main, k_last, v_main, v_last, q, do, lse, delta, q_stride, do_stride,
+                lse_stride, q_row, num_queries, shift, n0, first_head, scale_log2, GROUP, SPLITS, HEAD_DIM, MAIN,
+                TAIL, CAUSAL, WINDOW, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    else:
+        q_row, num_queries = span(cu_seqlens_q, first_row)
+        shift = num_keys - num_queries
+        dk, dk_tail, dv, dv_tail = _add_queries(
+            dk, dk_tail, dv, dv_tail, k_main, k_last, v_main, v_last, q, do, lse, delta, q_stride, do_stride,
+            lse_stride, q_row, num_queries, shift, n0, first_head, scale_log2, GROUP, SPLITS, HEAD_DIM, MAIN, TAIL,
+            CAUSAL, WINDOW, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
     dk = dk * scale
     dk_tail = dk_tail * scale

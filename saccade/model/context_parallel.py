@@ -7,45 +7,24 @@ F features of an image token.
     ContextAttention  keys and values of all ranks are gathered once per layer; backward reduce-scatters their gradients
     exchange_rows     features go from the rank that encoded an image to the ranks that have its tokens
 
-`saccade.data.context_plan` chooses the tokens. Its pieces are rows of packed attention with the keys before them, in
-rounds of pieces whose keys do not overlap. The keys between those of two pieces belong to segments without queries,
-which cost nothing: so the gathered keys are used as they are in every round, and saved once. Backward adds up the
-gradients of keys of all rounds in fp32.
+`saccade.data.context_plan` chooses the tokens. Its pieces are rows of `context_attention`, which reads the gathered
+keys as they are: they are saved once, and nothing is copied.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from saccade.kernels.attention import attention
+from saccade.kernels.context_attention import AttentionRows, context_attention
 from saccade.kernels.rope import CosSin, rope
 from saccade.processor.inputs import ModelInputs
 from saccade.world import all_gather_single, reduce_scatter_single
-
-
-class Round(NamedTuple):
-    """One call of packed attention, on the host."""
-
-    begin: int
-    """Its queries are the tokens begin .. end - 1 of this rank."""
-    end: int
-    first_key: int
-    """Its keys are those of the tokens first_key .. end_key - 1 of the sequence."""
-    end_key: int
-    starts_q: int
-    """Where the cumulative lengths of its queries begin in `ContextInputs.row_starts`."""
-    starts_k: int
-    """Where those of its keys begin."""
-    num_rows: int
-    """Rows, those without queries included."""
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +38,12 @@ class ContextInputs(ModelInputs):
 
     tokens: Tensor
     """[T] int64: offset of each token in the sequence."""
-    rounds: tuple[Round, ...]
-    """The calls of packed attention."""
-    row_starts: Tensor
-    """int32: cumulative lengths of the rows of all rounds."""
+    rows: Tensor
+    """The rows of attention, see `AttentionRows`."""
+    query_tiles: Tensor
+    """Tiles of its kernels."""
+    key_tiles: Tensor
+    """Tiles of keys."""
     gathered: Tensor
     """[S] int64: row of each token of the sequence among the gathered ones, `tokens_per_rank` of each rank."""
     tokens_per_rank: int
@@ -110,39 +91,9 @@ class ContextAttention:
 def attend_to_sequence(
     q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, inputs: ContextInputs, window: int | None = None
 ) -> Tensor:
-    """[T, H, K]: the queries of one rank attend to the keys of the whole sequence, one call per round."""
-    keys: tuple[Tensor, ...] = _KeysOfRounds.apply(k_SGK, v_SGK, inputs.rounds)  # type: ignore[no-untyped-call]
-    outs = []
-    for one, k, v in zip(inputs.rounds, keys[::2], keys[1::2], strict=True):
-        starts_q, starts_k = (inputs.row_starts[at:][: one.num_rows + 1] for at in (one.starts_q, one.starts_k))
-        outs.append(
-            attention(
-                q_THK[one.begin : one.end], k, v, starts_q, starts_k,
-                max_seqlen_q=one.max_seqlen_q, max_seqlen_k=one.max_seqlen_k, causal=True, window=window,
-            )
-        )  # fmt: skip
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-class _KeysOfRounds(torch.autograd.Function):
-    """Keys and values of each round, without copies. Backward adds up their gradients in fp32.
-
-    Slices by autograd would make a gradient of the whole sequence in every round, and add them in the compute dtype.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, rounds: tuple[Round, ...]) -> tuple[Tensor, ...]:
-        ctx.rounds, ctx.shape = rounds, k.shape
-        return tuple(x[one.first_key : one.end_key] for one in rounds for x in (k, v))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_k, d_v = (gradients[0].new_zeros(ctx.shape, dtype=torch.float32) for _ in range(2))
-        for one, of_keys, of_values in zip(ctx.rounds, gradients[::2], gradients[1::2], strict=True):
-            d_k[one.first_key : one.end_key] += of_keys
-            d_v[one.first_key : one.end_key] += of_values
-        return d_k.to(gradients[0].dtype), d_v.to(gradients[1].dtype), None
+    """[T, H, K]: the queries of one rank attend to the keys of the whole sequence."""
+    rows = AttentionRows(inputs.rows, inputs.query_tiles, inputs.key_tiles)
+    return context_attention(q_THK, k_SGK, v_SGK, rows, window=window)
 
 
 def gather_keys(k_TGK: Tensor, v_TGK: Tensor, inputs: ContextInputs) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from saccade.data import context_plan
 from saccade.data.context_plan import ContextShare, Piece, plan_context
-from saccade.data.order import Ints
-from saccade.model.context_parallel import ContextInputs, Round
+from saccade.kernels.context_attention import AttentionRows, QueryRow, attention_rows
+from saccade.model.context_parallel import ContextInputs
 from saccade.processor.inputs import IGNORED, ModelInputs, count_labels
 from saccade.world import World, gather_json
 
-_ALIGNED = 4
-"""Cumulative lengths of a round begin at a multiple of 16 bytes, so that kernels are compiled once."""
 MIN_TOKENS_PER_RANK = 2
 """torch.compile specializes on a length of one, and a rank without tokens would take no part in collectives."""
 
@@ -98,6 +96,7 @@ class SequenceShare:
         """`image_ranks`: the rank that encodes each image, `image_tokens`: tokens of each; patches are this rank's."""
         assert len(image_ranks) == len(image_tokens) == len(inputs.image_grids), "a rank for every image"
         self._inputs, self._context, self._image_ranks = inputs, context, np.array(image_ranks, np.int64)
+        self._window = window
         self._encoder_of_token = np.repeat(self._image_ranks, np.array(image_tokens, np.int64))
         self._shares = plan_context(
             inputs.cu_seqlens.diff().tolist(), context.num_ranks, block_size=context.block_size, window=window
@@ -126,7 +125,7 @@ class SequenceShare:
         owner, slot = np.zeros((2, whole.num_tokens), np.int64)
         for number, share in enumerate(self._shares):
             owner[share.tokens], slot[share.tokens] = number, np.arange(share.num_tokens)
-        rounds, row_starts = _rounds(self._mine.rounds)
+        rows = _attention_rows(self._mine.pieces, self._window)
         image_tokens = whole.image_token_index.numpy()
         receiver_of_token, encoder_of_token = owner[image_tokens], self._encoder_of_token
         receivers = receiver_of_token[encoder_of_token == rank]
@@ -144,8 +143,7 @@ class SequenceShare:
         return ContextInputs(
             **(kept | changed),
             tokens=self._tokens,
-            rounds=rounds,
-            row_starts=row_starts,
+            **rows._asdict(),
             gathered=torch.from_numpy(owner * tokens_per_rank + slot),
             tokens_per_rank=tokens_per_rank,
             sent=torch.from_numpy(np.argsort(receivers, kind="stable")),
@@ -155,30 +153,11 @@ class SequenceShare:
         )
 
 
-def _rounds(rounds: Sequence[Sequence[Piece]]) -> tuple[tuple[Round, ...], Tensor]:
-    """The calls of packed attention, and the cumulative lengths of their rows."""
-    made: list[Round] = []
-    parts: list[Ints] = []
-    begin = length = 0
-    for pieces in rounds:
-        queries, keys = _rows(pieces)
-        starts = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
-        parts += [np.pad(one, (0, -len(one) % _ALIGNED)) for one in starts]
-        half, end = len(parts[-1]), begin + sum(queries)
-        of_keys = (pieces[0].segment, pieces[-1].end)
-        made.append(Round(begin, end, *of_keys, length, length + half, len(queries), max(queries), max(keys)))
-        begin, length = end, length + 2 * half
-    return tuple(made), torch.from_numpy(np.concatenate(parts).astype(np.int32))
-
-
-def _rows(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-    """Lengths of the rows of a round in queries and in keys; rows without queries have the keys between pieces."""
-    queries, keys, reached = [], [], pieces[0].segment
+def _attention_rows(pieces: Sequence[Piece], window: int | None) -> AttentionRows:
+    """The pieces of a rank as rows of attention."""
+    rows, begin = [], 0
     for piece in pieces:
-        if piece.segment > reached:
-            queries.append(0)
-            keys.append(piece.segment - reached)
-        queries.append(piece.end - piece.start)
-        keys.append(piece.end - piece.segment)
-        reached = piece.end
-    return queries, keys
+        num_queries = piece.end - piece.start
+        rows.append(QueryRow(begin, num_queries, piece.segment, piece.end - piece.segment))
+        begin += num_queries
+    return attention_rows(rows, window)

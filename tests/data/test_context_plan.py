@@ -10,11 +10,7 @@ from saccade.data.context_plan import ContextShare, attended, plan_context
 
 def pairs_of(share: ContextShare) -> int:
     """Pairs of tokens that attend to each other on this rank."""
-    return sum(
-        sum(range(piece.start - piece.segment + 1, piece.end - piece.segment + 1))
-        for pieces in share.rounds
-        for piece in pieces
-    )
+    return sum(sum(range(piece.start - piece.segment + 1, piece.end - piece.segment + 1)) for piece in share.pieces)
 
 
 def test_every_token_is_on_one_rank_with_all_its_keys():
@@ -31,12 +27,10 @@ def test_every_token_is_on_one_rank_with_all_its_keys():
         assert max(counts) - min(counts) <= blocks_per_rank
         assert max(counts) <= blocks_per_rank * block_size
         for share in shares:
-            for pieces in share.rounds:
-                assert pieces == sorted(pieces) != []
-                assert len({piece.segment for piece in pieces}) == len(pieces), "keys of a round do not overlap"
-                for piece in pieces:
-                    segment = np.searchsorted(starts, piece.start, "right") - 1
-                    assert piece.segment == starts[segment] <= piece.start < piece.end <= starts[segment + 1]
+            assert share.pieces == sorted(share.pieces)
+            for piece in share.pieces:
+                segment = np.searchsorted(starts, piece.start, "right") - 1
+                assert piece.segment == starts[segment] <= piece.start < piece.end <= starts[segment + 1]
         assert sum(map(pairs_of, shares)) == attended(lengths).sum()
 
 

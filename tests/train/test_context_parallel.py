@@ -23,7 +23,7 @@ from saccade.train.stages import train
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_attention_of_ragged_packs_equals_one_rank(num_ranks, tmp_path):
-    """Outputs and gradients of segments of 1 to 96 tokens, with few and many rounds."""
+    """Outputs and gradients of segments of 1 to 96 tokens, with few and many rows."""
     call = {"call": "train.context_ranks:compare_attention"}
     jobs = [
         call | {"block_size": 8, "to": str(tmp_path / "many")},
@@ -114,7 +114,7 @@ def write_damaged(folder):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_kernels_take_the_rounds_of_every_rank(device):
+def test_the_kernels_take_the_rows_of_every_rank(device):
     """Queries of each rank with all keys, in the tiled kernels, give the output and gradients of the sequence."""
     lengths, block_size, dtype = ([1, 37, 1, 20], 8, torch.float32)
     if device == "cuda":
@@ -130,7 +130,7 @@ def test_the_kernels_take_the_rounds_of_every_rank(device):
         for rank in range(3):
             context = ContextGroup(rank, 3, block_size=block_size)
             share = SequenceShare(inputs, context, image_ranks=[], image_tokens=[]).inputs().to(device)
-            assert len(share.rounds) > 1
+            assert len(share.rows) > 1
             out = out.index_copy(0, share.tokens, attend_to_sequence(q[share.tokens], k, v, share))
         found = torch.autograd.grad(out, (q, k, v), d_out)
     for name, got, right in zip(("out", "dq", "dk", "dv"), (out, *found), (expected, *gradients), strict=True):
