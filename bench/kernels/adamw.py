@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, gpu_ms, main, row
+from bench.kernels.timing import Row, Work, gpu_ms, main, row, sweep
 from saccade.kernels import adamw as module
 from saccade.kernels import launch
 from saccade.kernels.adamw import Settings, adamw, adamw8bit, zero_moment
@@ -100,17 +100,13 @@ def tune() -> Iterator[Row]:
     """Launch settings on a quarter of the model."""
     shapes = _shapes()[::4]
     size = sum(torch.Size(shape).numel() for shape in shapes)
-    shipped = dict(module._CONFIGS)
     for bits, name, blocks, chunks in (
         (32, "adamw", (1024, 2048, 4096), (8192, 32768, 65536)),
         (8, "adamw8bit", (2, 4, 8), (32, 128, 256)),
     ):
-        run = _step(shapes, bits=bits)
-        for block, chunk, num_warps in product(blocks, chunks, (4, 8)):
-            module._CONFIGS[name] = module._Cut(chunk, block, num_warps)
-            path = f"{block} of {chunk}, {num_warps} warps"
-            yield row(name, f"{size / 1e9:.2f}e9", path, gpu_ms(run), Work(BYTES[bits] * size))
-    module._CONFIGS.update(shipped)
+        settings = [{name: module._Cut(*x)} for x in product(chunks, blocks, (4, 8))]
+        run, work = _step(shapes, bits=bits), Work(BYTES[bits] * size)
+        yield from sweep(name, f"{size / 1e9:.2f}e9", run, module._CONFIGS, settings, (), work, clock=gpu_ms)
 
 
 if __name__ == "__main__":

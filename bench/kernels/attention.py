@@ -2,7 +2,7 @@
 
 FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times as many backward; a causal mask
 halves them. Vision windows are bound by memory, and their rate is in bytes: 4 tensors of q's size in forward, 7 in
-backward.
+backward. `--tune` sweeps the tiles of every kernel.
 """
 
 import functools
@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, sweep
+from saccade.kernels import _attention_tiled as tiled
+from saccade.kernels import _attention_window as window
 from saccade.kernels import attention as module
+from saccade.kernels._attention_tiled import AttentionTiles
 from saccade.kernels.rope import rope
 
 
@@ -114,5 +117,55 @@ def _rotated(name: str, case: Case) -> Iterator[Row]:
     yield from compare("rope_attention", name, paths, case.inputs(), case.work[0], clock=graph_ms)
 
 
+TMA_TILES = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3))
+PLAIN_TILES = (
+    *((64, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
+    *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3)),
+)
+TILES = {
+    "forward": [
+        *(AttentionTiles(*one, tma=True) for one in TMA_TILES),
+        *(AttentionTiles(*one, overlap=True, tma=True) for one in TMA_TILES[:3]),
+        *(AttentionTiles(*one, max_registers=128, tma=True) for one in (TMA_TILES[0], (128, 32, 8, 3))),
+        *(AttentionTiles(*one) for one in PLAIN_TILES),
+    ],
+    "query_gradient": [AttentionTiles(*one, tma=tma) for tma in (True, False) for one in (*TMA_TILES, (128, 32, 8, 3))],
+    "key_gradient": [AttentionTiles(*one) for one in PLAIN_TILES],
+}
+"""Settings whose accumulators about fit in registers, as compiled for sm_90."""
+WINDOW_TILES = ((1, 4, 1), (2, 4, 1), (2, 4, 2), (4, 4, 2), (4, 4, 3), (1, 8, 1), (2, 8, 2), (4, 8, 2))
+
+
+def tune() -> Iterator[Row]:
+    """Tiles of every kernel; FLOPs are those that it executes."""
+    for name in ("text ragged 64..2048", "vision ragged 256..3072, d80"):
+        case = CASES[name]
+        (q, k, v), cu_seqlens = case.inputs(), _cu_seqlens(case.lengths)
+        mask = cu_seqlens, cu_seqlens, case.causal, None
+        out, lse = tiled.forward(q, k, v, *mask)
+        d_out = torch.randn_like(out)
+        _, delta = tiled.query_gradient(q, k, v, out, d_out, lse, *mask)
+        kernels = {
+            "forward": (1.0, functools.partial(tiled.forward, q, k, v, *mask)),
+            "query_gradient": (1.5, functools.partial(tiled.query_gradient, q, k, v, out, d_out, lse, *mask)),
+            "key_gradient": (2.0, functools.partial(tiled.key_gradient, q, k, v, d_out, lse, delta, *mask)),
+        }
+        width = 96 if case.head_dim <= 96 else 128
+        for kernel, (share, run) in kernels.items():
+            settings, work = [{(kernel, width): one} for one in TILES[kernel]], Work(flops=share * case.flops)
+            yield from sweep(kernel, name, run, tiled.CONFIGS, settings, (), work)
+    for name in ("windows 576 x 64, d80", "windows ragged 16..64, d80"):
+        case, cu_seqlens = CASES[name], _cu_seqlens(CASES[name].lengths)
+        run = functools.partial(_windows, cu_seqlens, max(case.lengths))
+        for kernel, op, work in (("forward", "window", case.work[:1]), ("backward", "window backward", case.work)):
+            window_settings = [{kernel: window.WindowTiles(*one)} for one in WINDOW_TILES]
+            results = sweep("window", name, run, window.CONFIGS, window_settings, case.inputs(), *work)
+            yield from (result for result in results if result["op"] == op)
+
+
+def _windows(cu_seqlens: torch.Tensor, longest: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return window.window_attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+
 if __name__ == "__main__":
-    main(rows)
+    main(rows, tune)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, sweep, through
 from saccade.kernels import embed as module
 from saccade.kernels.embed import ImageRows, StepTokens, embed, embed_reference
 
@@ -37,12 +37,9 @@ def rows() -> Iterator[Row]:
 
 def tune() -> Iterator[Row]:
     """Columns of a program, for 4096 tokens."""
-    shipped = module._BLOCK
-    for module._BLOCK in (512, 1024, 2048):
-        paths = {f"block {module._BLOCK}": through("triton", embed)}
-        made = inputs(4096, has_images=True)
-        yield from compare("embed", f"4096 x {WIDTH}", paths, made, Work(4096 * WIDTH * 4), clock=graph_ms)
-    module._BLOCK = shipped
+    settings = [{"_BLOCK": block} for block in (512, 1024, 2048)]
+    made, work = inputs(4096, has_images=True), Work(4096 * WIDTH * 4)
+    yield from sweep("embed", f"4096 x {WIDTH}", through("triton", embed), vars(module), settings, made, work)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""The last projection and its loss, forward and backward, compared with torch and Liger in time and memory."""
+"""The last projection and its loss, forward and backward, compared with torch and Liger in time and memory.
+
+`--tune` sweeps the splits of the hidden gradient and the tile of the loss kernel.
+"""
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, failed, gpu_ms, main, row
+from bench.kernels.timing import Row, Work, failed, gpu_ms, main, row, sweep
 from saccade.kernels import launch
+from saccade.kernels import linear_cross_entropy as module
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 
 HIDDEN, VOCAB = 2048, 151936
@@ -93,5 +99,23 @@ def rows() -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
+def tune() -> Iterator[Row]:
+    """The settings at 16384 tokens."""
+    hidden, weight, labels, num_labels = inputs(*CASES["16384"])
+
+    def gradient() -> Tensor | None:
+        with torch.enable_grad():
+            step(ours, hidden, weight, labels, num_labels)
+        return hidden.grad
+
+    loss_tiles = ((8192, 16), (4096, 8), (4096, 4), (8192, 8), (16384, 32))
+    settings = [
+        {"_HIDDEN_SPLITS": splits, "_LOSS_BLOCK": block, "_LOSS_WARPS": num_warps}
+        for splits, (block, num_warps) in product((1, 2, 4), loss_tiles)
+    ]
+    work, clock = Work(flops=6 * num_labels * HIDDEN * VOCAB), partial(gpu_ms, budget_ms=250)
+    yield from sweep("linear_cross_entropy", "16384", gradient, vars(module), settings, (), work, clock=clock)
+
+
 if __name__ == "__main__":
-    main(rows)
+    main(rows, tune)

@@ -1,7 +1,7 @@
 """Linear layers in int8 and fp8 for four tokens and more, with bf16 for comparison.
 
 `--cpu` times int8 layers on this CPU instead: quantized tokens by the dequantized weight (the reference) and by int8
-products.
+products. `--tune` sweeps the tiles.
 """
 
 import argparse
@@ -16,18 +16,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels import timing
-from bench.kernels.quantized import MANY_TOKENS, layer_rows
+from bench.kernels.quantized import EIGHT_BITS, MANY_TOKENS, Case, layer_rows, split_tiles, tuned
 from saccade.device import resolve_device
+from saccade.kernels import linear_w8a8 as module
 from saccade.kernels.linear_w8a8 import linear_w8a8, linear_w8a8_reference
 from saccade.model.weight_rounding import quantize_weight
 
 CPU_LAYERS = ((896, 896), (4864, 896), (11008, 2048))
 """Outputs and inputs."""
+TILES = {
+    16: ((64, 256, 4, 3), (64, 256, 4, 4), (128, 256, 4, 3), (64, 128, 4, 6)),
+    32: ((64, 256, 4, 3), (64, 128, 4, 6), (128, 128, 4, 4)),
+    64: ((64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4)),
+}
 
 
 def rows() -> Iterator[timing.Row]:
     """Four tokens and more."""
-    return layer_rows(("int8", "fp8"), MANY_TOKENS)
+    return layer_rows(tuple(EIGHT_BITS), MANY_TOKENS)
+
+
+def tune() -> Iterator[timing.Row]:
+    """Tiles for 8 to 64 tokens."""
+
+    def entries(case: Case) -> Iterator[dict[int, object]]:
+        return (dict.fromkeys((16, 32, 64), one) for one in split_tiles(case, TILES))
+
+    return tuned(tuple(EIGHT_BITS), (8, 16, 32, 64), module._W8A8_TILES, entries)
 
 
 def compare_on_cpu(num_threads: int) -> None:
@@ -61,7 +76,7 @@ def _fastest_us(call: Callable[[], Tensor], seconds: float = 1.0) -> float:
 def main() -> None:
     """Time the layers on a GPU, or on a CPU with --cpu."""
     if "--cpu" not in sys.argv:
-        timing.main(rows)
+        timing.main(rows, tune)
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--cpu", action="store_true", required=True)

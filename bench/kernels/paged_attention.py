@@ -1,9 +1,10 @@
 """Paged decode and prompt chunks at the sizes of the anchors, compared with SDPA on a contiguous cache and FlashInfer.
 
 Decode is timed as in serving: replayed from a CUDA graph, every call on another layer's cache, so that L2 holds what it
-holds in a real step. Bytes are those of keys and values.
+holds in a real step. Bytes are those of keys and values. `--tune` sweeps the tiles.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, failed, gpu_ms, graph_ms, main, row
-from saccade.kernels import launch
+from bench.kernels.timing import Row, Work, failed, gpu_ms, graph_ms, main, row, sweep
+from saccade.kernels import _paged_decode, _paged_prefill, launch
+from saccade.kernels._paged_decode import DecodeTiles
+from saccade.kernels._paged_prefill import PrefillTiles
 from saccade.kernels.paged_attention import QUANTIZED_MAX, paged_attention, write_pages
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 2, 128, 16
@@ -60,9 +63,9 @@ class Cache:
 
 
 def caches(context: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Cache]:
-    """Enough layers to leave L2 cold."""
+    """Enough layers to leave L2 cold, all with the same values."""
     first = Cache(context, dtype)
-    return [first, *(Cache(context, dtype) for _ in range(min(35, math.ceil(COLD_BYTES / first.num_bytes) - 1)))]
+    return [first, *(copy.deepcopy(first) for _ in range(min(35, math.ceil(COLD_BYTES / first.num_bytes) - 1)))]
 
 
 def queries(new: list[int]) -> tuple[Tensor, Tensor]:
@@ -79,15 +82,9 @@ def ours(layers: list[Cache], new: list[int]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         cache = next(turns)
         return paged_attention(
-            q,
-            *cache.pages,
-            cache.table,
-            starts,
-            cache.lengths,
-            max_seqlen_q=max(new),
-            key_scales_NGP=cache.scales[0],
-            value_scales_NGP=cache.scales[1],
-        )
+            q, *cache.pages, cache.table, starts, cache.lengths, max_seqlen_q=max(new),
+            key_scales_NGP=cache.scales[0], value_scales_NGP=cache.scales[1],
+        )  # fmt: skip
 
     return run
 
@@ -194,5 +191,41 @@ def rows() -> Iterator[Row]:
                 yield failed(op, shape, path, error)
 
 
+DECODE_TILES = {
+    torch.bfloat16: ((64, 2, 3), (64, 4, 3), (32, 2, 5), (16, 2, 7), (32, 4, 5)),
+    torch.float8_e4m3fn: ((64, 4, 5), (64, 2, 5), (64, 4, 3), (64, 2, 3), (128, 4, 3), (32, 2, 5)),
+}
+"""Keys per step, warps, stages."""
+TUNED_CHUNKS = {
+    "500": ([500], [500]),
+    "4 x 500": ([500] * 4, [500] * 4),
+    "6 x 640": ([640] * 6, [640] * 6),
+    "900 over 1800": ([900], [1800]),
+    "2048 over 4096": ([2048], [4096]),
+}
+
+
+def tune() -> Iterator[Row]:
+    """Tiles of decode, with three or four programs per multiprocessor, then of prompt chunks."""
+    with launch.forced("triton"):
+        for (dtype, tiles), (shape, context) in product(DECODE_TILES.items(), DECODE.items()):
+            layers, tables = caches(context, dtype), ("_FEW_TILES", "_DECODE_TILES", "_MANY_TILES")
+            settings = [
+                {table: {(HEAD_DIM, dtype.itemsize): DecodeTiles(*one, programs)} for table in tables}
+                for one, programs in product(tiles, (3, 4))
+            ]
+            op, work = f"paged decode {str(dtype)[6:]}", Work(layers[0].num_bytes)
+            run, clock = ours(layers, [1] * len(context)), functools.partial(graph_ms, repeats=16, replays=9)
+            yield from sweep(op, shape, run, vars(_paged_decode), settings, (), work, clock=clock)
+        chunk_settings = [
+            {(HEAD_DIM, 2): PrefillTiles(m, n, num_warps, num_stages)}
+            for (m, num_warps), n, num_stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3, 4, 5))
+            if n < 128 or num_stages <= 3
+        ]
+        for shape, (new, context) in TUNED_CHUNKS.items():
+            work, run = Work(flops=4 * HEADS * HEAD_DIM * visible(new, context)), ours([Cache(context)], new)
+            yield from sweep("paged chunks", shape, run, _paged_prefill._PREFILL_TILES, chunk_settings, (), work)
+
+
 if __name__ == "__main__":
-    main(rows)
+    main(rows, tune)

@@ -4,18 +4,20 @@ A case is compared with its reference first. It is timed as CUDA-graph replays o
 that none is in L2.
 """
 
+import functools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, failed, graph_ms, measured_ceilings, row
+from bench.kernels.timing import Row, Work, compare, graph_ms, measured_ceilings, sweep, through
 from saccade.kernels import launch
+from saccade.kernels._few_tokens import VectorTiles
+from saccade.kernels._split_linear import SplitTiles
 from saccade.kernels.dequantize_int4 import interleave_int4
 from saccade.kernels.linear_w4a16 import linear_w4a16_reference
 from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
@@ -29,10 +31,8 @@ LAYERS = {"qkv": (2560, 2048), "out": (2048, 2048), "gate and up": (22016, 2048)
 FEW_TOKENS, MANY_TOKENS = (1, 2), (4, 8, 16, 32, 64, 256, 2048)
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 COLD_BYTES = 200e6
-BOUND = 8e-3
 EPS = 1e-6
 DEVICE = "cuda"
-Result = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -62,6 +62,27 @@ class Case(NamedTuple):
         if self.kind == "int4":
             return linear_w4a16_reference(self.x.float(), *weight)
         return matmul_w8a8_reference(*self.rows, *weight, out_dtype=torch.float32)
+
+    def over_copies(self) -> Callable[[], Tensor]:
+        """`call` on the copies of the weight in turn."""
+        turns = cycle(self.copies)
+        return lambda: self.call(next(turns))
+
+    @property
+    def clock(self) -> Callable[[Callable[[], object]], float]:
+        """A clock for a function that takes the copies in turn."""
+        return functools.partial(graph_ms, repeats=len(self.copies), replays=5)
+
+    @property
+    def op(self) -> str:
+        """The operation in a report."""
+        return f"linear {self.kind}"
+
+    @property
+    def shape(self) -> str:
+        """The shape in a report."""
+        num_outputs, num_inputs = LAYERS[self.layer]
+        return f"{self.layer} {len(self.x)} x {num_inputs} -> {num_outputs}"
 
     def work(self) -> Work:
         """Bytes of weight, tokens and outputs up to 64 tokens, floating-point operations of more."""
@@ -106,71 +127,63 @@ def cases(layer: str, kinds: Sequence[str], num_tokens: Sequence[int]) -> Iterat
             yield Case(kind, layer, x, (x,) if bits is None else quantize_activation_reference(x, bits), copies)
 
 
-def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over the RMS of what was expected."""
-    return ((actual.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
-
-
 def time_over(copies: list[Any], run: Callable[[Any], object]) -> float:
     """Microseconds of `run` on one of the copies, taken in turn."""
     turns = cycle(copies)
     return graph_ms(lambda: run(next(turns)), repeats=len(copies), replays=5) * 1e3
 
 
-def measure(case: Case, run: Callable[[tuple[Tensor, ...]], Tensor], expected: Tensor, **labels: object) -> Result:
-    """Check, then time. A run that fails keeps its reason instead of a time."""
-    result: Result = {"kind": case.kind, "layer": case.layer, "tokens": len(case.x), **labels}
-    try:
-        # Twice: the second run finds the counters of the splits as the first left them.
-        error = max(relative_rms(run(case.copies[0]), expected) for _ in range(2))
-        if not error <= BOUND:
-            return result | {"failed": f"relative RMS error {error:.1e}"}
-        return result | {"us": round(time_over(case.copies, run), 2)}
-    except Exception as error:  # compilers fail in many ways; the others are measured
-        return result | {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"}
-
-
 def layer_rows(kinds: Sequence[str], num_tokens: Sequence[int]) -> Iterator[Row]:
     """Every layer and number of tokens in bf16 and the given kinds, and each path if the model has a choice."""
     measured_ceilings()
     every = [case for layer in LAYERS for case in cases(layer, ("bf16", *kinds), num_tokens)]
-    _compile(every)
-    with torch.no_grad():
-        for case in every:
-            expected = case.reference()
-            for path, run in _paths(case).items():
-                yield _row(case, path, measure(case, run, expected))
-
-
-def _paths(case: Case) -> dict[str, Callable[[tuple[Tensor, ...]], Tensor]]:
-    paths: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {"chosen": case.call}
-    if case.kind != "bf16" and len(case.x) >= 32:
-        paths |= {"triton": _through("triton", case.call), "library": _through("library", case.call)}
-    return paths
-
-
-def _through(path: launch.Path, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forced(weight: tuple[Tensor, ...]) -> Tensor:
-        with launch.forced(path):
-            return run(weight)
-
-    return forced
-
-
-def _row(case: Case, path: str, result: Result) -> Row:
-    num_outputs, num_inputs = LAYERS[case.layer]
-    op, shape = f"linear {case.kind}", f"{case.layer} {len(case.x)} x {num_inputs} -> {num_outputs}"
-    if "us" not in result:
-        return failed(op, shape, path, RuntimeError(result["failed"]))
-    return row(op, shape, path, result["us"] / 1e3, case.work())
-
-
-def _compile(every: list[Case]) -> None:
-    """Compile all kernels in parallel."""
-    begin = time.monotonic()
     with launch.compile_only(16), torch.no_grad():
         for case in every:
             for path, run in _paths(case).items():
                 if path != "library":
-                    run(case.copies[0])
-    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+                    run()
+    for case in every:
+        yield from compare(
+            case.op, case.shape, _paths(case), (), case.work(), clock=case.clock, expected=case.reference()
+        )
+
+
+def _paths(case: Case) -> dict[str, Callable[[], Tensor]]:
+    paths = {"chosen": case.over_copies()}
+    if case.kind != "bf16" and len(case.x) >= 32:
+        paths |= {path: through(path, case.over_copies()) for path in ("triton", "library")}
+    return paths
+
+
+def tuned(
+    kinds: Sequence[str], num_tokens: Sequence[int], table: dict[Any, Any], settings: Callable[[Case], Iterable[Any]]
+) -> Iterator[Row]:
+    """Sweep the entries of a table for every layer and number of tokens. `settings`: entries to try for a case."""
+    for layer in LAYERS:
+        for case in cases(layer, kinds, num_tokens):
+            run = through("triton", case.over_copies())
+            yield from sweep(case.op, case.shape, run, table, settings(case), (), case.work(), clock=case.clock)
+
+
+def split_tiles(case: Case, tiles: dict[int, tuple[tuple[int, ...], ...]]) -> Iterator[SplitTiles]:
+    """Tiles of a tensor-core kernel for a case, each with one to four programs per multiprocessor.
+
+    `tiles`: tokens of a tile to outputs and inputs of a tile, warps and stages. Programs decide the number of splits.
+    """
+    block_t = max(16, len(case.x))
+    for (n, d, warps, stages), programs in product(tiles[block_t], (1, 2, 3, 4)):
+        yield SplitTiles(
+            block_t=block_t, block_n=n, block_d=d, num_warps=warps, num_stages=stages, programs_per_sm=programs
+        )
+
+
+def vector_tiles(
+    case: Case, tiles: dict[bool, tuple[tuple[int, int], ...]]
+) -> Iterator[dict[tuple[bool, bool], VectorTiles]]:
+    """Entries of a kernel for one or two tokens.
+
+    `tiles`: outputs of a program and warps, by whether there are more than 4096 inputs.
+    """
+    num_outputs, num_inputs = LAYERS[case.layer]
+    key = num_inputs > 4096, num_outputs > 8192
+    return ({key: VectorTiles(*one)} for one in tiles[key[0]] if one[0] <= 16)

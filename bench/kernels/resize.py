@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, main, through
+from bench.kernels.timing import Row, Work, compare, gpu_ms, main, sweep, through
 from saccade.kernels import resize as module
 from saccade.kernels.resize import resize, resize_reference, resize_weights
 
@@ -62,12 +62,12 @@ def rows() -> Iterator[Row]:
 
 def tune() -> Iterator[Row]:
     """Launch settings for the first of `SIZES`."""
-    (old, new), shipped = SIZES[0], (module._BLOCK, module._NUM_WARPS)
-    for module._BLOCK, module._NUM_WARPS in product((256, 512, 1024, 2048), (2, 4, 8)):
-        run = through("triton", resize, height=new[1], width=new[0], rows_first=False)
-        paths = {f"block {module._BLOCK} warps {module._NUM_WARPS}": run}
-        yield from compare("resize", _shape(old, new), paths, inputs(old), work(old, new))
-    module._BLOCK, module._NUM_WARPS = shipped
+    old, new = SIZES[0]
+    run = through("triton", resize, height=new[1], width=new[0], rows_first=False)
+    pairs = product((256, 512, 1024, 2048), (2, 4, 8))
+    settings = [{"_BLOCK": block, "_NUM_WARPS": num_warps} for block, num_warps in pairs]
+    shape, pixels = _shape(old, new), inputs(old)
+    yield from sweep("resize", shape, run, vars(module), settings, pixels, work(old, new), clock=gpu_ms)
 
 
 def _shape(old: Size, new: Size) -> str:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main, peer, through
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, peer, sweep, through
 from saccade.kernels import rms_norm as module
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quant, rms_norm_reference
 
@@ -58,20 +58,13 @@ def rows() -> Iterator[Row]:
 
 def tune() -> Iterator[Row]:
     """Launch settings at 16384 x 2048."""
-    inputs = _inputs(16384, 2048)
-    size = inputs[0].numel() * 2
-    shipped = dict(module._CONFIGS)
-    for elements, num_warps in product((2048, 4096, 8192), (2, 4, 8)):
-        module._CONFIGS["forward"] = module._Launch(elements, num_warps)
-        paths = {f"{elements} warps {num_warps}": through("triton", rms_norm, eps=EPS)}
-        yield from compare("rms_norm", "16384 x 2048", paths, inputs, Work(2 * size), clock=graph_ms)
-    module._CONFIGS["forward"] = shipped["forward"]
-    for elements, num_warps, programs, stages in product((2048, 4096), (4, 8), (2, 4, 6), (1, 3)):
-        module._CONFIGS["backward"] = module._Launch(elements, num_warps, programs, stages)
-        paths = {f"{elements} warps {num_warps} x{programs} st{stages}": through("triton", rms_norm, eps=EPS)}
-        results = compare("rms_norm", "16384 x 2048", paths, inputs, Work(2 * size), Work(3 * size), clock=graph_ms)
-        yield from (result for result in results if result["op"].endswith("backward"))
-    module._CONFIGS.update(shipped)
+    inputs, run = _inputs(16384, 2048), through("triton", rms_norm, eps=EPS)
+    size, shape = inputs[0].numel() * 2, "16384 x 2048"
+    forward = [{"forward": module._Launch(*x)} for x in product((2048, 4096, 8192), (2, 4, 8))]
+    yield from sweep("rms_norm", shape, run, module._CONFIGS, forward, inputs, Work(2 * size))
+    backward = [{"backward": module._Launch(*x)} for x in product((2048, 4096), (4, 8), (2, 4, 6), (1, 3))]
+    results = sweep("rms_norm", shape, run, module._CONFIGS, backward, inputs, Work(2 * size), Work(3 * size))
+    yield from (result for result in results if result["op"].endswith("backward"))
 
 
 if __name__ == "__main__":

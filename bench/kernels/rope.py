@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, sweep, through
 from saccade.kernels import rope as module
 from saccade.kernels.rope import CosSin, rope, rope_reference
 
@@ -37,15 +37,11 @@ def rows() -> Iterator[Row]:
 
 def tune() -> Iterator[Row]:
     """Tokens and warps per program."""
-    shipped = module._CONFIG
-    for case, tokens, num_warps in product(("text", "vision"), (1, 2, 4), (1, 2, 4, 8)):
+    settings = [{"_CONFIG": module._Launch(*x)} for x in product((1, 2, 4), (1, 2, 4, 8))]
+    for case in ("text", "vision"):
         q, k, table = _inputs(*CASES[case])
-        module._CONFIG = module._Launch(tokens, num_warps)
-        paths = {f"tokens {tokens} warps {num_warps}": through("triton", rope, table=table)}
-        yield from compare(
-            "rope", case, paths, (q, k), Work(4 * (q.numel() + k.numel()) + 8 * table[0].numel()), clock=graph_ms
-        )
-    module._CONFIG = shipped
+        work = Work(4 * (q.numel() + k.numel()) + 8 * table[0].numel())
+        yield from sweep("rope", case, through("triton", rope, table=table), vars(module), settings, (q, k), work)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,11 @@
 They are timed as CUDA-graph replay over several copies of the weight, so that none is in L2; bytes are those of weight,
 inputs and outputs. Each way is compared with the reference first, and a wrong one is not timed. Consecutive launches of
 a graph depend on each other only through the order of the stream, like the layers of a model, so that early starts
-count.
-
-`--tune` sweeps the tiles (compiled by several processes first), all of them for one token and the best for more tokens.
-It prints the best of each shape and number of tokens, and the best of each shape over all, which belongs into the
-table.
+count. `--tune` sweeps the tiles.
 """
 
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import cycle, product
 from typing import NamedTuple
@@ -23,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, failed, graph_ms, main, row
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, sweep
 from saccade.kernels import launch
 from saccade.kernels import small_linear as module
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
@@ -33,7 +26,6 @@ from saccade.kernels.swiglu import swiglu, swiglu_reference
 EPS = 1e-6
 TOKENS = (1, 2, 4, 8)
 COLD_BYTES = 250e6
-BOUND = 1e-2
 
 
 class Layer(NamedTuple):
@@ -87,16 +79,14 @@ class Case:
             return rms_norm(self.x, *self.norm)
         return add_rms_norm(self.x, self.residual, *self.norm)[0]
 
-    def fused(self, weight: Tensor, tiles: SmallLinearTiles | None = None, overlaps: bool | None = None) -> Tensor:
+    def fused(self, weight: Tensor) -> Tensor:
         """One launch."""
-        return module._run(
-            self.x, weight, self.bias, residual=self.residual, norm=self.norm, is_gated=self.is_gated, tiles=tiles,
-            overlaps=overlaps,
-        )[0]  # fmt: skip
+        options = {"residual": self.residual, "norm": self.norm, "is_gated": self.is_gated}
+        return module._run(self.x, weight, self.bias, **options)[0]
 
-    def apart(self, weight: Tensor, tiles: SmallLinearTiles | None = None) -> Tensor:
+    def apart(self, weight: Tensor) -> Tensor:
         """The norm, then our product, then the activation."""
-        return self.activated(module._run(self.rows(), weight, self.bias, tiles=tiles)[0])
+        return self.activated(module._run(self.rows(), weight, self.bias)[0])
 
     def in_parts(self, weight: Tensor) -> Tensor:
         """The norm, then torch's product, then the activation."""
@@ -106,20 +96,10 @@ class Case:
         """The output of the layer for the outputs of its product."""
         return swiglu(*out.chunk(2, dim=1)) if self.is_gated else out
 
-    def measure(self, path: str, way: Callable[[Tensor], Tensor]) -> Row:
-        """Compared with the reference, then timed. Compilers fail in many ways; the others continue."""
-        op = f"{self.layer.kind} linear"
+    def over_copies(self, way: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        """`way` on the copies of the weight in turn."""
         turns = cycle(self.copies)
-        try:
-            difference = way(self.copies[0]).float() - self.expected
-            error = (difference.square().mean() / self.expected.square().mean()).sqrt().item()
-            if not error <= BOUND:
-                return failed(op, self.shape, path, RuntimeError(f"relative RMS error {error:.1e}"))
-            ms = graph_ms(lambda: way(next(turns)), repeats=max(8, len(self.copies)), replays=9)
-        except Exception as error:
-            return failed(op, self.shape, path, error)
-        # The work is short: microseconds as well, unrounded for the ranking.
-        return row(op, self.shape, f"{path} {ms * 1e3:.2f} us", ms, self.work) | {"ms": ms}
+        return lambda: way(next(turns))
 
 
 def copies_of(name: str) -> list[Tensor]:
@@ -129,19 +109,21 @@ def copies_of(name: str) -> list[Tensor]:
     return [weight, *(weight.clone() for _ in range(math.ceil(COLD_BYTES / weight.nbytes) - 1))]
 
 
+def cases(name: str) -> Iterator[tuple[Case, Callable[[Callable[[], object]], float]]]:
+    """A layer for every number of tokens, and the clock that goes over the copies of its weight."""
+    copies = copies_of(name)
+    clock = partial(graph_ms, repeats=max(8, len(copies)), replays=9)
+    yield from ((Case(name, num_tokens, copies), clock) for num_tokens in TOKENS)
+
+
 def rows() -> Iterator[Row]:
     """Every layer and number of tokens, every way."""
-    for name in LAYERS:
-        copies = copies_of(name)
-        for num_tokens in TOKENS:
-            case = Case(name, num_tokens, copies)
-            ways: dict[str, Callable[[Tensor], Tensor]] = {"fused": case.fused}
-            ways["fused, in turn"] = partial(case.fused, overlaps=False)
-            if case.layer.kind != "plain":
-                ways["apart"] = case.apart
-            ways["in parts"] = case.in_parts
-            with torch.no_grad():
-                yield from (case.measure(path, way) for path, way in ways.items())
+    for name, layer in LAYERS.items():
+        for case, clock in cases(name):
+            ways = {"fused": case.fused} | ({"apart": case.apart} if layer.kind != "plain" else {})
+            paths = {path: case.over_copies(way) for path, way in (ways | {"in parts": case.in_parts}).items()}
+            op = f"{layer.kind} linear"
+            yield from compare(op, case.shape, paths, (), case.work, clock=clock, expected=case.expected)
 
 
 def cuts(layer: Layer) -> list[SmallLinearTiles]:
@@ -163,79 +145,16 @@ def cuts(layer: Layer) -> list[SmallLinearTiles]:
     return kept
 
 
-def _compile(name: str, num_tokens: int, chosen: list[SmallLinearTiles]) -> None:
-    """Fill Triton's cache on disk, in a separate process. A launch compiles; few outputs suffice."""
-    copies = [torch.zeros(64, LAYERS[name].num_inputs, device="cuda", dtype=torch.bfloat16)]
-    case = Case(name, num_tokens, copies)
-    for tiles in chosen:
-        try:
-            case.fused(copies[0], tiles)
-            if num_tokens > 1 and case.layer.kind != "plain":
-                case.apart(copies[0], tiles)
-        except Exception as error:  # said when it is measured
-            print(f"{name} {tiles}: {type(error).__name__}")
-
-
-def compile_all(tasks: list[tuple[str, int, list[SmallLinearTiles]]]) -> None:
-    """Compile all tiles of every task, a few per process at a time."""
-    workers = max(1, (os.cpu_count() or 2) - 2)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = [
-            pool.submit(_compile, name, num_tokens, chosen[i : i + 4])
-            for name, num_tokens, chosen in tasks
-            for i in range(0, len(chosen), 4)
-        ]
-        for future in waiting:
-            future.result()
-
-
-NUM_FINALISTS = 12
-TUNED = [name for name in LAYERS if not name.endswith("head")]
-
-
 def tune() -> Iterator[Row]:
-    """All tiles with one token, the best of them with more tokens, then the winners, with a * before their name."""
-    compile_all([(name, 1, cuts(LAYERS[name])) for name in TUNED])
-    finalists: dict[str, list[SmallLinearTiles]] = {}
-    times: dict[tuple[str, int, SmallLinearTiles], Row] = {}
-    for name in TUNED:
-        copies = copies_of(name)
-        case = Case(name, 1, copies)
-        for tiles in cuts(LAYERS[name]):
-            times[name, 1, tiles] = case.measure(_name(tiles), partial(case.fused, tiles=tiles))
-            yield times[name, 1, tiles]
-        ranked = sorted(cuts(LAYERS[name]), key=lambda tiles: times[name, 1, tiles]["ms"] or math.inf)
-        # Also the best of each number of outputs: with more tokens other sizes win.
-        best_of_size = {tiles.block_n: tiles for tiles in reversed(ranked)}.values()
-        finalists[name] = list(dict.fromkeys([*ranked[:NUM_FINALISTS], *best_of_size]))
-    compile_all([(name, num_tokens, finalists[name]) for name in TUNED for num_tokens in TOKENS[1:]])
-    for name in TUNED:
-        copies = copies_of(name)
-        for num_tokens in TOKENS[1:]:
-            case = Case(name, num_tokens, copies)
-            for tiles in finalists[name]:
-                times[name, num_tokens, tiles] = case.measure(_name(tiles), partial(case.fused, tiles=tiles))
-                yield times[name, num_tokens, tiles]
-                if case.layer.kind != "plain":
-                    yield case.measure(f"apart {_name(tiles)}", partial(case.apart, tiles=tiles))
-    for name in TUNED:
-        for num_tokens in TOKENS:
-            yield _marked(
-                min((times[name, num_tokens, tiles] for tiles in finalists[name]), key=lambda r: r["ms"] or math.inf)
-            )
-        # Best over all: the least product of times, a ratio counting the same at every number of tokens.
-        overall = min(
-            finalists[name], key=lambda tiles: math.prod(times[name, t, tiles]["ms"] or math.inf for t in TOKENS)
-        )
-        print(f"{name}: best over {TOKENS} tokens {overall}", flush=True)
-
-
-def _name(tiles: SmallLinearTiles) -> str:
-    return f"n{tiles.block_n} k{tiles.block_k} w{tiles.num_warps} d{tiles.depth}"
-
-
-def _marked(result: Row) -> Row:
-    return result | {"path": f"* {result['path']}"}
+    """All tiles with every number of tokens; the table has one entry for all of them."""
+    for name, layer in LAYERS.items():
+        if name.endswith("head"):
+            continue
+        key = layer.num_inputs > 4096, layer.num_outputs > 8192
+        settings = [{key: tiles} for tiles in cuts(layer)]
+        for case, clock in cases(name):
+            run, op = case.over_copies(case.fused), f"{layer.kind} linear"
+            yield from sweep(op, case.shape, run, module._CUTS, settings, (), case.work, clock=clock)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main, peer, through
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, peer, sweep, through
 from saccade.kernels import swiglu as module
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
@@ -52,13 +52,10 @@ def rows() -> Iterator[Row]:
 def tune() -> Iterator[Row]:
     """Launch settings at 16384 x 11008."""
     inputs = [torch.randn(16384, 11008, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    size = inputs[0].numel() * 2
-    shipped = dict(module._CONFIGS)
-    for block, num_warps in product((1024, 2048, 4096), (2, 4, 8)):
-        module._CONFIGS.update({kernel: module._Launch(block, num_warps) for kernel in module._CONFIGS})
-        paths = {f"block {block} warps {num_warps}": through("triton", swiglu)}
-        yield from compare("swiglu", "16384 x 11008", paths, inputs, Work(3 * size), Work(5 * size), clock=graph_ms)
-    module._CONFIGS.update(shipped)
+    size, run = inputs[0].numel() * 2, through("triton", swiglu)
+    launches = [module._Launch(*x) for x in product((1024, 2048, 4096), (2, 4, 8))]
+    settings = [dict.fromkeys(module._CONFIGS, one) for one in launches]
+    yield from sweep("swiglu", "16384 x 11008", run, module._CONFIGS, settings, inputs, Work(3 * size), Work(5 * size))
 
 
 if __name__ == "__main__":

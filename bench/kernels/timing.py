@@ -1,16 +1,18 @@
 """Time and report kernels: median GPU time with a cold L2, and the share of the card's measured ceilings.
 
 Run a benchmark from the root of the repository, `python -m bench.kernels.attention`; `--out rows.json` keeps its rows.
+`--tune` sweeps the launch settings of those that have `tune()`; the best are copied into the kernel's table by hand.
 A row: operation, shape, path, milliseconds, rate with its unit (TFLOP/s or TB/s), and the share of the measured
 ceiling.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ import torch
 from saccade.kernels import launch
 
 Row = dict[str, Any]
+BOUND = 2e-2
+"""Relative RMS error up to which a result agrees with the expected one."""
 
 
 class Ceilings(NamedTuple):
@@ -126,14 +130,17 @@ def compare(
     forward: Work,
     backward: Work | None = None,
     clock: Callable[[Callable[[], object]], float] = gpu_ms,
+    expected: Any = None,
 ) -> Iterator[Row]:
-    """Time forward and, if `backward` is given, backward of every path on the same inputs; a failing peer is one row.
+    """Time forward and, if `backward` is given, backward of every path on the same inputs.
 
-    `clock` is `gpu_ms`, or `graph_ms` for short work, whose time the host would dominate: the tensors must then be
-    larger than L2.
+    A path that fails, or whose result is not near `expected` if that is given, is one row with the reason. `clock` is
+    `gpu_ms`, or `graph_ms` for short work, whose time the host would dominate: the tensors must then be larger than L2.
     """
     for path, run in paths.items():
         try:
+            if expected is not None:
+                _check(run, inputs, expected)
             forward_ms = clock(functools.partial(_without_gradients, run, *inputs))
             yield row(op, shape, path, forward_ms, forward)
             if backward:
@@ -141,8 +148,64 @@ def compare(
                 yield row(f"{op} backward", shape, path, backward_ms, backward)
                 both = Work(*(a + b for a, b in zip(forward, backward, strict=True)))
                 yield row(f"{op} both", shape, path, forward_ms + backward_ms, both)
-        except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        except Exception as error:  # peers are missing and compilers fail in many ways; the other paths are timed
             yield failed(op, shape, path, error)
+
+
+def _check(run: Callable[..., Any], inputs: Sequence[torch.Tensor], expected: Any) -> None:
+    """Compare two results, since a second run finds counters as the first has left them."""
+    for _ in range(2):
+        with torch.no_grad():
+            error = relative_rms(run(*inputs), expected)
+        if not error <= BOUND:
+            raise ValueError(f"relative RMS error {error:.1e}")
+
+
+def relative_rms(actual: Any, expected: Any) -> float:
+    """RMS of the difference over the RMS of what was expected; the largest one of several tensors."""
+    if not isinstance(actual, torch.Tensor):
+        return max(relative_rms(*pair) for pair in zip(actual, expected, strict=True))
+    difference = actual.float() - expected.float()
+    return (difference.square().mean() / expected.float().square().mean()).sqrt().item()
+
+
+@contextlib.contextmanager
+def replaced(table: dict[Any, Any], entries: Mapping[Any, Any]) -> Iterator[None]:
+    """Inside the `with` block, `table` has other entries. The constants of a module are the table `vars(module)`."""
+    shipped = {key: table[key] for key in entries}
+    table.update(entries)
+    try:
+        yield
+    finally:
+        table.update(shipped)
+
+
+def sweep(
+    op: str,
+    shape: str,
+    run: Callable[..., Any],
+    table: dict[Any, Any],
+    settings: Iterable[Mapping[Any, Any]],
+    inputs: Sequence[torch.Tensor],
+    forward: Work,
+    backward: Work | None = None,
+    clock: Callable[[Callable[[], object]], float] = graph_ms,
+) -> Iterator[Row]:
+    """Time `run` with other entries of a table: those whose results agree with the table as it is.
+
+    The kernels of all settings are compiled first, by several threads.
+    """
+    settings = list(settings)
+    with torch.no_grad():
+        expected = run(*inputs)
+        with launch.compile_only(16):
+            for entries in settings:
+                with replaced(table, entries), contextlib.suppress(Exception):  # its row will say why
+                    run(*inputs)
+    for entries in settings:
+        with replaced(table, entries):
+            paths = {" ".join(dict.fromkeys(map(str, entries.values()))): run}
+            yield from compare(op, shape, paths, inputs, forward, backward, clock, expected)
 
 
 @functools.cache
@@ -209,5 +272,9 @@ def main(rows: Callable[[], Iterable[Row]], tune: Callable[[], Iterable[Row]] | 
         f"{ceilings.matmul_tflop_s:.0f} TFLOP/s"
     )
     kept = list(shown(tune() if tune and options.tune else rows()))
+    if tune and options.tune:
+        for op, shape in dict.fromkeys((r["op"], r["shape"]) for r in kept):
+            timed = [r for r in kept if (r["op"], r["shape"]) == (op, shape) and r["ms"] is not None]
+            print(f"best of {op} {shape}: {min(timed, key=lambda r: r['ms'])['path'] if timed else 'none ran'}")
     if options.out:
         options.out.write_text(json.dumps({"gpu": name, "ceilings": ceilings._asdict(), "rows": kept}, indent=1))

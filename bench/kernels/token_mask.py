@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, sweep, through
 from saccade.kernels import token_mask as module
 from saccade.kernels.token_mask import apply_token_mask, apply_token_mask_reference
 
@@ -41,11 +41,9 @@ def rows() -> Iterator[Row]:
 
 def tune() -> Iterator[Row]:
     """Launch settings for 64 requests."""
-    shipped = module._WORDS, module._NUM_WARPS
-    for module._WORDS, module._NUM_WARPS in product((16, 32, 64, 128), (2, 4, 8)):
-        paths = {f"words {module._WORDS} warps {module._NUM_WARPS}": through("triton", apply_token_mask)}
-        yield from compare("token_mask", f"64 x {VOCAB}", paths, inputs(64), work(64), clock=graph_ms)
-    module._WORDS, module._NUM_WARPS = shipped
+    run, pairs = through("triton", apply_token_mask), product((16, 32, 64, 128), (2, 4, 8))
+    settings = [{"_WORDS": words, "_NUM_WARPS": num_warps} for words, num_warps in pairs]
+    yield from sweep("token_mask", f"64 x {VOCAB}", run, vars(module), settings, inputs(64), work(64))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class AttentionTiles(NamedTuple):
 
 
 # Keyed by kernel and head dim rounded up to 64, 96, 128 or 256. Those of 96 and 128 are measured
-# (bench/kernels/tune_attention.py, H200): forward of ragged causal text with head dim 128 runs at 372 TFLOP/s, dQ at
+# (bench/kernels/attention.py --tune, H200): forward of ragged causal text with head dim 128 runs at 372 TFLOP/s, dQ at
 # 415, dK and dV at 246. Those of 64 and 256 follow from register counts as compiled for sm_90.
 CONFIGS: dict[tuple[str, int], AttentionTiles] = {
     ("forward", 64): AttentionTiles(128, 128, 8, 2, overlap=True, tma=True),

@@ -115,7 +115,7 @@ def _w4a16_kernel(
 _LARGE_TILES = SplitTiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1)
 
 # More than 8192 outputs -> maximum number of tokens -> tiles, measured on an H200 at the 3B shapes
-# (bench/kernels/tune_quantized.py). At 16 / 64 tokens gate and up takes 13.6 / 20.5 us, torch in bf16 26.9 / 28.8; qkv
+# by the bench with --tune. At 16 / 64 tokens gate and up takes 13.6 / 20.5 us, torch in bf16 26.9 / 28.8; qkv
 # 5.5 / 7.4, torch 6.6 / 6.8.
 _TILES: dict[bool, dict[int, SplitTiles]] = {
     False: {

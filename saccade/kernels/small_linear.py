@@ -294,30 +294,22 @@ def _run(
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
     out_TN: Tensor | None = None,
-    tiles: SmallLinearTiles | None = None,
-    overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`).
-
-    `out_TN`: contiguous memory for the outputs. `tiles` and `overlaps` are those of the table and the device by
-    default.
-    """
+    """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for the outputs."""
     (num_rows, K), num_tokens = weight_NK.shape, len(x)
-    tiles = tiles or _tiles_for(num_rows, K)
+    tiles = _tiles_for(num_rows, K)
     N = num_rows // 2 if is_gated else num_rows
-    overlaps = launch.can_overlap(x.device) if overlaps is None else overlaps
     out_TN = x.new_empty((num_tokens, N)) if out_TN is None else out_TN
     total = x if residual is None else x.new_empty(x.shape)
     others = x if residual is None else residual
     norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
     halves = x.element_size() // 2
-    early = {"launch_pdl": True} if overlaps else {}
     _linear_kernel[(triton.cdiv(num_rows, tiles.block_n),)](
         x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
         others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
         TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves,
-        DEPTH=tiles.depth, VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
+        DEPTH=tiles.depth, VECTOR=8 // halves, num_warps=tiles.num_warps, **launch.overlap_options(x.device),
     )  # fmt: skip
     return out_TN, total
 

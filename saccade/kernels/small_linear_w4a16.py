@@ -192,7 +192,7 @@ def _small_w4a16_kernel(
         tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 (bench/kernels/tune_quantized.py): one
+# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 by the bench with --tune: one
 # token takes 3.7 us with the norm and 2048 -> 2560 (bf16 4.4), 7.0 us with 11008 -> 2048 (bf16 12.7).
 _TILES = {
     (False, False): VectorTiles(block_n=2, num_warps=2),
@@ -209,15 +209,10 @@ def _run(
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
-    tiles: VectorTiles | None = None,
-    overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`).
-
-    `tiles` and `overlaps` are those of the table and the device by default.
-    """
+    """Launch the kernel: (out, x or its sum with `residual`)."""
     (num_tokens, D), (num_rows, Z) = x.shape, weight.scale.shape
-    tiles = tiles or vector_tiles(_TILES, num_rows, D, num_tokens)
+    tiles = vector_tiles(_TILES, num_rows, D, num_tokens)
     N = num_rows // 2 if is_gated else num_rows
     num_words = min(tiles.num_warps * 128, triton.next_power_of_2(D // 8))
     out_TN = x.new_empty((num_tokens, N))
@@ -230,7 +225,7 @@ def _run(
         out_TN, total, x.stride(0), added.stride(0), N, eps, MAGIC, D=D, GROUP=D // Z, HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_ZERO=weight.zero_point is not None,
         HAS_BIAS=weight.bias is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n, W=num_words,
-        num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device, overlaps),
+        num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device),
     )  # fmt: skip
     return out_TN, total
 

@@ -94,7 +94,7 @@ def _small_w8a8_kernel(
         tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 (bench/kernels/tune_quantized.py): one
+# (more than 4096 inputs, more than 8192 outputs) -> tiles, measured on an H200 by the bench with --tune: one
 # token takes 3.7 us in int8 and 3.1 us in fp8 with 2048 -> 2560, 10.9 us with 11008 -> 2048.
 _TILES = {
     (False, False): VectorTiles(block_n=4, num_warps=4),
@@ -111,12 +111,10 @@ def _run(
     weight_scale_N1: Tensor,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
-    tiles: VectorTiles | None = None,
-    overlaps: bool | None = None,
 ) -> Tensor:
-    """Launch the kernel; `tiles` and `overlaps` are those of the table and the device by default."""
+    """Launch the kernel."""
     num_tokens, N = len(x8_TD), len(weight_ND)
-    tiles = tiles or vector_tiles(_TILES, N, x8_TD.shape[1], num_tokens)
+    tiles = vector_tiles(_TILES, N, x8_TD.shape[1], num_tokens)
     out_TN = x8_TD.new_empty((num_tokens, N), dtype=out_dtype)
     x, weight = (
         (x8_TD.view(torch.int32), weight_ND.view(torch.int32)) if x8_TD.dtype == torch.int8 else (x8_TD, weight_ND)
@@ -127,7 +125,7 @@ def _run(
         x, x_scale_T, weight, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, x.stride(0),
         weight.stride(0), N, MAGIC, D=x.shape[1], HAS_BIAS=bias_N is not None, TOKENS=num_tokens,
         BLOCK_N=tiles.block_n, BLOCK_D=block_d, num_warps=max(1, block_d // (32 * vector)), num_stages=1,
-        **launch.overlap_options(x.device, overlaps),
+        **launch.overlap_options(x.device),
     )  # fmt: skip
     return out_TN
 
