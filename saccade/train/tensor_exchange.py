@@ -18,6 +18,7 @@ gradients. What `enter` has gathered is not saved for backward but gathered agai
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from saccade.model.language import LayerFeatures
 from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.shard import Shard
 from saccade.world import all_gather_single, reduce_scatter_single
+
+Communication = Callable[[Tensor], Tensor]
 
 
 class TrainingExchange:
@@ -70,54 +73,56 @@ class TrainingExchange:
         own = x_TD[self.rank * length : (self.rank + 1) * length]
         return F.pad(own, (0, 0, 0, length - len(own))) if len(own) < length else own
 
+    def _all_tokens(self, num_tokens: int) -> Communication:
+        """[t, D] of every rank to [T, D]."""
+        return lambda x_tD: self.all_gather(x_tD)[:num_tokens]
+
     # -------------------------------------------------------------- see `Exchange`
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divide(self, x_TD: Tensor, features: LayerFeatures | None) -> tuple[Tensor, LayerFeatures | None]:
         """See `Exchange`. Features of other ranks' tokens become zeros, so the host does not wait for the device."""
         self._num_tokens = len(x_TD)
-        own_tD: Tensor = _Divide.apply(x_TD, self)  # type: ignore[no-untyped-call]
+        own_tD = _exchanged(x_TD, lambda x: self.own_tokens(x).clone(), self._all_tokens(len(x_TD)))
         if features is None:
             return own_tD, None
         assert features.index is not None, "training lists the tokens that have features"
         index_M = features.index - self.rank * len(own_tD)
         is_here_M = (index_M >= 0) & (index_M < len(own_tD))
-        shared_LMD: Tensor = _Share.apply(features.features, self)  # type: ignore[no-untyped-call]
-        own_LMD = shared_LMD.masked_fill(~is_here_M[:, None], 0.0)
+        own_LMD = self.share(features.features).masked_fill(~is_here_M[:, None], 0.0)
         return own_tD, LayerFeatures(own_LMD, index_M.clamp(0, len(own_tD) - 1))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, x: Input) -> Tensor:
         """See `Exchange`."""
         rows_tD = x.normed if isinstance(x, NormedSum) else x
-        out: Tensor = _Enter.apply(rows_tD, self._num_tokens, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(rows_tD, self._all_tokens(self._num_tokens), self.reduce_scatter)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
-        out: Tensor = _Leave.apply(x_TD, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(x_TD, self.reduce_scatter, self._all_tokens(len(x_TD)))
 
     def collect(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
-        out: Tensor = _Collect.apply(x_TD, self._num_tokens, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(x_TD, self._all_tokens(self._num_tokens), self.own_tokens)
 
     def total(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
-        out: Tensor = _Total.apply(x_TD, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(x_TD, self.all_reduce, lambda grad: grad)
 
     def share(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
-        out: Tensor = _Share.apply(x_TD, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(x_TD, lambda x: x.view_as(x), self.all_reduce)
 
     def gather(self, x_TN: Tensor, shard: Shard) -> Tensor:
         """See `Exchange`."""
-        out: Tensor = _Gather.apply(x_TN, shard, self)  # type: ignore[no-untyped-call]
-        return out
+        return _exchanged(x_TN, partial(self._gather, shard), lambda grad: grad[:, shard.start : shard.stop])
+
+    def _gather(self, shard: Shard, x_TN: Tensor) -> Tensor:
+        padded_NT = F.pad(x_TN.T, (0, 0, 0, max(shard.sizes) - x_TN.shape[1]))
+        parts = torch.split(self.all_gather(padded_NT), max(shard.sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, shard.sizes, strict=True)]).T
 
     def maximum(self, x: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -193,86 +198,20 @@ class DryExchange(TrainingExchange):
         return x
 
 
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, exchange: TrainingExchange) -> Tensor:
-        ctx.exchange, ctx.num_tokens = exchange, len(x_TD)
-        return exchange.own_tokens(x_TD).clone()
+class _Exchange(torch.autograd.Function):
+    """Communication whose gradient is another communication."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.all_gather(grad)[: ctx.num_tokens], None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, num_tokens: int, exchange: TrainingExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.all_gather(x_tD)[:num_tokens]
+    def forward(ctx: Any, x: Tensor, forward: Communication, backward: Communication) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.reduce_scatter(grad), None, None
+        return ctx.backward_of(grad), None, None
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, exchange: TrainingExchange) -> Tensor:
-        ctx.exchange, ctx.num_tokens = exchange, len(x_TD)
-        return exchange.reduce_scatter(x_TD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.all_gather(grad)[: ctx.num_tokens], None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, num_tokens: int, exchange: TrainingExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.all_gather(x_tD)[:num_tokens]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.own_tokens(grad), None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TrainingExchange) -> Tensor:
-        return exchange.all_reduce(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TrainingExchange) -> Tensor:
-        ctx.exchange = exchange
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.all_reduce(grad), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TN: Tensor, shard: Shard, exchange: TrainingExchange) -> Tensor:
-        ctx.shard = shard
-        padded_NT = F.pad(x_TN.T, (0, 0, 0, max(shard.sizes) - x_TN.shape[1]))
-        parts = torch.split(exchange.all_gather(padded_NT), max(shard.sizes))
-        return torch.cat([part[:size] for part, size in zip(parts, shard.sizes, strict=True)]).T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[:, ctx.shard.start : ctx.shard.stop], None, None
+def _exchanged(x: Tensor, forward: Communication, backward: Communication) -> Tensor:
+    out: Tensor = _Exchange.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return out
