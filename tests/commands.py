@@ -54,3 +54,11 @@ def run_forked(codes, folder: Path, modules=("torch",), **environment: str) -> l
         Ended(status, Path(case["out"]).read_text(), Path(case["err"]).read_text())
         for status, case in zip(statuses, cases, strict=True)
     ]
+
+
+def is_alive(pid) -> bool:
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

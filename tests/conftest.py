@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import random
 import re
 import sys
 import time
@@ -167,3 +168,29 @@ def command(monkeypatch, capsys, restore_the_logger):
         return Ended(ended.value.code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def s3_port():
+    """moto's real S3 server."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
+
+
+@pytest.fixture
+def new_bucket(s3_port, tmp_path, monkeypatch):
+    """Configure clients of S3, with the server's address or another one, and make a bucket: (client, its name)."""
+    import s3fs
+
+    def make(url=f"http://127.0.0.1:{s3_port}"):
+        names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+        for name, value in (names | {"AWS_ENDPOINT_URL": url}).items():
+            monkeypatch.setenv(name, value)
+        client = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+        bucket = f"bucket-{random.Random(str(tmp_path)).randrange(10**9)}"
+        client.mkdir(bucket)
+        return client, bucket
+
+    return make

@@ -1,85 +1,25 @@
 """Checkpoints by name from the Hugging Face Hub, through a hub of our own on loopback."""
 
-import hashlib
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from commands import run_forked
+from loopback_hub import serve_hub
 
 from saccade.errors import CheckpointError
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor.folder import read_config
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Serve the model acme/tiny, with a file that must not be downloaded; yield the address and the served files."""
+    """Serve the model acme/tiny, with a file that must not be downloaded; yield environment and served files."""
     folder = tmp_path_factory.mktemp("hub") / "published"
     initialize_random(folder, named_size("tiny"), dtype=torch.float32)
     (folder / "modeling.py").write_text("raise SystemExit('remote code')")
-    served = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(with_body=True)
-
-        def do_HEAD(self):
-            self.answer(with_body=False)
-
-        def answer(self, *, with_body):
-            path = self.path.partition("?")[0]
-            if path.startswith("/api/models/acme/tiny"):
-                siblings = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(folder.iterdir())]
-                if "/tree/" in path:
-                    body = json.dumps(
-                        [
-                            {"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "0" * 40}
-                            for file in siblings
-                        ]
-                    )
-                else:
-                    body = json.dumps(
-                        {
-                            "id": "acme/tiny",
-                            "modelId": "acme/tiny",
-                            "sha": COMMIT,
-                            "private": False,
-                            "siblings": siblings,
-                        }
-                    )
-                return self.reply(body.encode(), {"Content-Type": "application/json"}, with_body)
-            file = folder / path.rpartition("/")[2]
-            if not path.startswith(f"/acme/tiny/resolve/{COMMIT}/") or not file.is_file():
-                self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                return self.end_headers()
-            if with_body:
-                served.append(file.name)
-            tag = hashlib.sha256(file.read_bytes()).hexdigest()
-            return self.reply(file.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}, with_body)
-
-        def reply(self, body, headers, with_body):
-            self.send_response(200)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", served
-        server.shutdown()
+    with serve_hub(folder, "acme/tiny") as found:
+        yield found
 
 
 _CHAT = (
@@ -103,12 +43,7 @@ def chats(hub, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("chats")
     tiny, nothing = _CHAT.format("acme/tiny"), _CHAT.format("acme/nothing")
-    environment = {
-        "HF_ENDPOINT": hub[0],
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-    }
+    environment = hub[0] | {"HF_HOME": str(folder / "cache")}
     return run_forked([tiny, tiny, nothing, _WITHOUT_EXTRA + tiny], folder, _MODULES, **environment)
 
 

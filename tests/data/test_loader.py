@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import is_alive
 from data.making import make_sample, make_shards, write_samples
 from data.test_collate import assert_same_inputs
 
@@ -297,13 +298,6 @@ def assert_gone(pids, timeout_s=120.0):
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(

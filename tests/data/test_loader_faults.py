@@ -17,8 +17,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from commands import is_alive
 from data.making import begin_of, make_sample, make_shards, write_samples
-from data.test_loader import assert_gone, assert_same_batches, ids_of, is_alive
+from data.test_loader import assert_gone, assert_same_batches, ids_of
 
 from saccade.data.index import open_index
 from saccade.data.index_builder import build_index

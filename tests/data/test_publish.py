@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 
 import numpy as np
 import pytest
@@ -23,32 +22,12 @@ from saccade.data.takedown import take_down
 from saccade.errors import DataError
 
 
-@pytest.fixture(scope="module")
-def s3_port():
-    """moto's real S3 server."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()[1]
-    server.stop()
-
-
 @pytest.fixture
-def bucket(s3_port, tmp_path, monkeypatch):
+def bucket(s3_port, tmp_path, new_bucket):
     """A folder of shards on S3, and the requests it gets: (URL, bytes of the tars, faults)."""
-    import s3fs
-
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
     with proxy_to(s3_port) as (url, faults):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         make_shards(tmp_path / "set", 4, 6)
-        filesystem = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        name = f"bucket-{random.Random(str(tmp_path)).randrange(10**9)}"
-        filesystem.mkdir(name)
+        filesystem, name = new_bucket(url)
         for file in list_shards(tmp_path / "set"):
             filesystem.put(file.url, f"{name}/set/{file.name}")
         faults.requests.clear()

@@ -288,31 +288,11 @@ def test_a_shard_can_be_prefetched(tmp_path):
         assert len(faults.requests) == asked
 
 
-@pytest.fixture(scope="module")
-def s3_port():
-    """moto's real S3 server."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()[1]
-    server.stop()
-
-
 @pytest.fixture
-def bucket(s3_port, tmp_path, monkeypatch):
+def bucket(tmp_path, new_bucket):
     """A folder of shards, uploaded; the storage client is configured with its address."""
-    import s3fs
-
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
     make_shards(tmp_path / "set", 2, 4)
-    filesystem = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-    name = f"bucket-{random.Random(str(tmp_path)).randrange(10**9)}"
-    filesystem.mkdir(name)
+    filesystem, name = new_bucket()
     for file in list_shards(tmp_path / "set"):
         filesystem.put(file.url, f"{name}/set/{file.name}")
     return f"s3://{name}/set"

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import is_alive
 from PIL import Image
 
 from saccade.engine.frontend.preprocessing.checks import ImageChecks, check_seconds
@@ -130,13 +131,6 @@ def assert_equal(prompt, inputs):
     tokens = [index for image in prompt.images for index in range(image.span.start, image.span.end)]
     assert tokens == inputs.image_token_index.tolist()
     assert [image.span.num_patches for image in prompt.images] == inputs.image_grids.prod(dim=1).tolist()
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_for(condition, what):

@@ -2,13 +2,11 @@
 
 import base64
 import csv
-import hashlib
 import json
 import os
 import re
 import tarfile
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
 from evaluate.making import COLOURS, picture, write_shards
+from loopback_hub import serve_hub
 
 from saccade.data.curate import CurationSettings, curate
 from saccade.errors import ConfigError, DataError
@@ -695,85 +694,21 @@ def test_benchmarks_are_found_by_their_name_in_a_folder_of_several(command, chec
     assert settings["pope"]["data"] == str(tmp_path / "sets" / "pope")
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
 def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_path):
     """A hub on loopback with two configurations: one command downloads, a second one finds the files in the cache."""
     published = tmp_path / "hub"
     for name, rows in SETS["docvqa"][0].items():
         write_parquet(published / Path(name).relative_to("data"), rows)
     (published / "script.py").write_text("raise SystemExit('remote code')")
-    served = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(with_body=True)
-
-        def do_HEAD(self):
-            self.answer(with_body=False)
-
-        def answer(self, *, with_body):
-            path = self.path.partition("?")[0]
-            files = sorted(file for file in published.rglob("*") if file.is_file())
-            names = [file.relative_to(published).as_posix() for file in files]
-            if path.startswith("/api/datasets/lmms-lab-encoder/DocVQA"):
-                tree = [
-                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
-                    for name, file in zip(names, files, strict=True)
-                ]
-                info = {
-                    "id": "lmms-lab-encoder/DocVQA",
-                    "sha": COMMIT,
-                    "private": False,
-                    "siblings": [{"rfilename": name} for name in names],
-                }
-                return self.reply(
-                    json.dumps(tree if "/tree/" in path else info).encode(),
-                    {"Content-Type": "application/json"},
-                    with_body,
-                )
-            name = path.removeprefix(f"/datasets/lmms-lab-encoder/DocVQA/resolve/{COMMIT}/")
-            if name not in names:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                return self.end_headers()
-            if with_body:
-                served.append(name)
-            data = (published / name).read_bytes()
-            return self.reply(
-                data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, with_body
-            )
-
-        def reply(self, body, headers, with_body):
-            self.send_response(200)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
     script = (
         "from saccade.cli.joins.evaluation import evaluation_config; from saccade.evaluate.run import prepare_task\n"
         "config = evaluation_config({!r}, None, 'out', limits=[], images=None, prompts=None, max_tokens=None)\n"
         "print([example.id for example in prepare_task(config.tasks[0], config).examples])"
     )
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HOME": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }
+    with serve_hub(published, "lmms-lab-encoder/DocVQA", kind="datasets") as (environment, served):
+        environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         codes = [script.format(task) for task in ("docvqa", "docvqa", "mmmu")]
         first, again, missing = run_forked(codes, tmp_path, ("huggingface_hub", "saccade.evaluate.run"), **environment)
-        server.shutdown()
     assert first.out == again.out == "['337', '338']\n", first.err
     assert sorted(served) == ["DocVQA/validation-00000-of-00002.parquet", "DocVQA/validation-00001-of-00002.parquet"]
     assert "lmms-lab-encoder/MMMU: no such folder, and the Hugging Face Hub has not given it" in missing.err

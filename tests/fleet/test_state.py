@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import signal
 import time
 from dataclasses import replace
@@ -25,27 +24,11 @@ FLEET = FleetConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def s3_port():
-    """moto's real S3 server."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()[1]
-    server.stop()
-
-
 @pytest.fixture(params=["local", "s3"])
-def url(request, tmp_path, monkeypatch):
+def url(request, tmp_path):
     if request.param == "local":
         return str(tmp_path / "state")
-    import s3fs
-
-    port = request.getfixturevalue("s3_port")
-    names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in (names | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}).items():
-        monkeypatch.setenv(name, value)
-    bucket = f"bucket-{random.Random(str(tmp_path)).randrange(10**9)}"
-    s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False).mkdir(bucket)
+    _, bucket = request.getfixturevalue("new_bucket")()
     return f"s3://{bucket}/photos"
 
 

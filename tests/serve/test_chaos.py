@@ -7,10 +7,11 @@ import time
 
 import httpx
 import pytest
+from commands import is_alive
 from model.hugging_face import picture
 from serve.running import TIMEOUT_S, chat_body, data_url
 from stress.chaos import OPTIONS, check_log, measure
-from stress.tiny_server import is_alive, pids_of
+from stress.tiny_server import pids_of
 
 from bench.server_process import ServerProcess
 from saccade.serve.load.loops import run_loop

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from stress.tiny_server import find, holdings, is_alive, kill, pids_of, tiny_server
+from commands import is_alive
+from stress.tiny_server import find, holdings, kill, pids_of, tiny_server
 
 from saccade.serve.load.client import Outcome, open_session, read_events
 from saccade.serve.load.loops import run_loop

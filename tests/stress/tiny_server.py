@@ -77,13 +77,6 @@ def holdings(server):
     return Holdings(num_alive, num_fds, len(memory_files), num_threads, memory_kib / 1024)
 
 
-def is_alive(pid):
-    """Whether a process runs."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def kill(pid):
     """Kill a process, if it still runs."""
     with suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import is_alive
 from workers import echo_worker
 
 from saccade.errors import ConfigError, RequestError
@@ -66,13 +67,6 @@ def pool(shared_pool):
 
 def run(pool, message, **options):
     return pool.submit(Echo(message, **options)).result(TIMEOUT_S)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_for(condition):
