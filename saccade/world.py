@@ -101,8 +101,6 @@ class World:
         finally:
             for group in world._groups.values():
                 dist.destroy_process_group(group)
-            if world._groups:
-                _forget_meshes()
 
     def index(self, *axes: Axis) -> int:
         """Number of this rank in its group of these axes."""
@@ -237,15 +235,6 @@ class World:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-
-
-def _forget_meshes() -> None:
-    """Clear the meshes that DTensor remembers with its operations: an equal mesh would get the closed groups."""
-    from torch.distributed.tensor import debug  # it imports torch's compiler, and an engine imports this module
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
 
 
 def gather_json(value: Any, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:

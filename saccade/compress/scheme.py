@@ -125,11 +125,6 @@ class Scheme:
         """Whether any rule or the KV cache needs statistics."""
         return self.kv_cache is not None or any(rule.needs_calibration for rule in self.rules)
 
-    @property
-    def uses_calibration(self) -> bool:
-        """Whether any rule can use statistics of the inputs."""
-        return self.kv_cache is not None or any(rule.method != "rtn" or rule.static for rule in self.rules)
-
     def with_group_size(self, group_size: int) -> Scheme:
         """The scheme with other groups of int4 weights."""
         rules = [replace(rule, group_size=group_size) if rule.form == "int4" else rule for rule in self.rules]

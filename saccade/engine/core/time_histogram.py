@@ -31,11 +31,6 @@ class TimeHistogram:
             self.observe(one)
 
     @property
-    def num_observed(self) -> int:
-        """Number of durations counted so far."""
-        return sum(self._counts)
-
-    @property
     def counts(self) -> list[int]:
         """Number of durations in each bucket."""
         return list(self._counts)

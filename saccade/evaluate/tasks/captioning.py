@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -13,9 +12,8 @@ from saccade.evaluate.metrics.bleu import MAX_N, bleu, bleu_counts
 from saccade.evaluate.metrics.caption_tokenizer import tokenize_caption
 from saccade.evaluate.metrics.cider import cider_d
 from saccade.evaluate.metrics.rouge import rouge_l
-from saccade.evaluate.model import Model
 from saccade.evaluate.statistics import Metric, mean_metric
-from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
+from saccade.evaluate.tasks.task import Record, Task, answer_of
 
 
 class Captioning(Task):
@@ -28,10 +26,6 @@ class Captioning(Task):
     def accepts(self, example: Example) -> bool:
         """Accept images with captions and no question."""
         return bool(example.images) and example.question is None
-
-    def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Generate a caption."""
-        return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """Compute CIDEr-D, BLEU and ROUGE-L on the tokens of COCO caption evaluation."""

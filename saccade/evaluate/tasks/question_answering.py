@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.text_match import anls, exact_match, relaxed_accuracy
 from saccade.evaluate.metrics.vqa_accuracy import textvqa_accuracy, vqa_accuracy
-from saccade.evaluate.model import Model
 from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Metric, proportion_metric
-from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
+from saccade.evaluate.tasks.task import Record, Task, answer_of
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "vqa_accuracy": vqa_accuracy,
@@ -33,10 +31,6 @@ class QuestionAnswering(Task):
     def accepts(self, example: Example) -> bool:
         """Accept questions without choices."""
         return example.question is not None and bool(example.references)
-
-    def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Generate an answer."""
-        return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """Compute the metrics of this kind of question."""

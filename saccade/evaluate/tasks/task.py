@@ -54,9 +54,9 @@ class Task(ABC):
     def accepts(self, example: Example) -> bool:
         """Return whether the task accepts an example."""
 
-    @abstractmethod
     def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Ask the model about one example; return what is recorded."""
+        """Ask the model about one example; return what is recorded. By default it generates an answer."""
+        return generate_answer(model, example, asking)
 
     @abstractmethod
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:

@@ -6,16 +6,14 @@ The positive class of precision, recall and F1 is yes. `yes_rate` shows a model 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.yes_no import is_yes
-from saccade.evaluate.model import Model
 from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Floats, Metric, proportion_metric, ratio_metric
-from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
+from saccade.evaluate.tasks.task import Record, Task, answer_of
 
 _ANSWERS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -32,10 +30,6 @@ class YesNo(Task):
     def accepts(self, example: Example) -> bool:
         """Accept questions whose reference is yes or no."""
         return example.question is not None and example.references[0].lower() in _ANSWERS
-
-    def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
-        """Generate an answer."""
-        return generate_answer(model, example, asking)
 
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """Compute accuracy, F1, precision, recall, and how often the answer is yes."""
