@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from saccade.errors import ConfigError
 
@@ -73,15 +73,6 @@ class EngineConfig:
     """Maximum number of loaded LoRA adapters, each in a slot of device memory."""
     max_adapter_rank: int = 16
     """Maximum rank of an adapter. A slot of rank 16 takes 60 MB for a 3B model."""
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "max_step_patches": "max_encoder_patches",
-        "memory_share": "gpu_memory_utilization",
-        "image_pool_tokens": "encoder_cache_tokens",
-        "image_cache": "encoder_cache",
-        "host_image_bytes": "processed_image_cache_bytes",
-    }
-    """Former keys."""
 
     def __post_init__(self) -> None:
         for name in (

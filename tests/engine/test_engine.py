@@ -17,7 +17,6 @@ import pytest
 from engine.tiny import PICTURES, conversation, core_of
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
-from saccade.config import override_config
 from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.core.step_budget import StepBudget
 from saccade.errors import ConfigError, RequestError
@@ -449,12 +448,6 @@ def test_an_empty_prompt_fails_with_one_line(engine):
 def test_a_kv_cache_that_cannot_fit_is_refused(folder, num_pages):
     with pytest.raises(ConfigError, match=rf"num_pages is {num_pages}.*GiB are available. Lower it"):
         Engine.load(folder, device="cpu", config=EngineConfig(num_pages=num_pages, num_workers=0))
-
-
-def test_renamed_settings_are_refused_with_the_new_name():
-    for old, new in {"memory_share": "gpu_memory_utilization", "image_pool_tokens": "encoder_cache_tokens"}.items():
-        with pytest.raises(ConfigError, match=f"{old} is now called {new}"):
-            override_config(EngineConfig(), [f"{old}=1"], "--set engine")
 
 
 # ------------------------------------------------------------------ memory and processes

@@ -1,11 +1,14 @@
 """The oracle of LLaVA-NeXT: folders that `transformers` wrote, in both layouts, and its processor's inputs."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from model import llava
+from model.llava import positions as positions
+from model.llava import save_random
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlavaNextConfig,
@@ -43,23 +46,13 @@ MISTRAL = (
 """Part lists only; images come first, and texts stay apart."""
 
 
-@dataclass(frozen=True)
-class Shape:
+@dataclass(frozen=True, kw_only=True)
+class Shape(llava.Shape):
     """One configuration, at test size."""
 
-    name: str
-    text: dict[str, Any]
-    """Fields of the text config."""
-    vision: dict[str, Any]
-    """Fields of the vision config."""
-    tied: bool
     template: str
     prepends: Literal["first", "every"]
     """Whether the tokenizer writes a space before a prompt, or before each text between control tokens."""
-    other: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the config."""
-    is_published_layout: bool = False
-    """Whether names and files are those of the hub, from before version 5."""
     family: str = "llava_next"
 
     @property
@@ -89,11 +82,11 @@ def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: in
 SHAPES = [
     Shape(
         "llava-next-mistral-window", _text("mistral", 4, 2, 128, sliding_window=24, max_position_embeddings=4096),
-        _vision(2, 64, 28, 14), False, MISTRAL, "first",
+        _vision(2, 64, 28, 14), template=MISTRAL, prepends="first",
     ),
     Shape(
         "llava-next-vicuna-published-layout", _text("llama", 3, 3, 120, max_position_embeddings=2048),
-        _vision(3, 72, 30, 14), False, VICUNA, "every", is_published_layout=True,
+        _vision(3, 72, 30, 14), template=VICUNA, prepends="every", is_published_layout=True,
     ),
     Shape(
         "llava-next-llama-two-layers-tied",
@@ -101,13 +94,13 @@ SHAPES = [
             "llama", 4, 1, 96, head_dim=40, max_position_embeddings=4096,
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         ),
-        _vision(2, 48, 27, 9, 4), True, VICUNA, "first",
-        {"vision_feature_layer": [-3, -1], "multimodal_projector_bias": False},
+        _vision(2, 48, 27, 9, 4), True, {"vision_feature_layer": [-3, -1], "multimodal_projector_bias": False},
+        template=VICUNA, prepends="first",
     ),
     Shape(
         "llava-next-mistral-no-window-published-layout",
         _text("mistral", 2, 2, 64, sliding_window=None, max_position_embeddings=4096), _vision(1, 40, 16, 8, 2),
-        False, MISTRAL, "every", {"vision_feature_layer": 1}, is_published_layout=True,
+        other={"vision_feature_layer": 1}, template=MISTRAL, prepends="every", is_published_layout=True,
     ),
 ]  # fmt: skip
 
@@ -167,11 +160,7 @@ def write(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32, max_sh
     )  # fmt: skip
     torch.manual_seed(len(shape.name))
     model = LlavaNextForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(centre + (0.1 if parameter.ndim == 1 else 0.08) * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    save_random(model, shape, folder, dtype, max_shard_size)
     (folder / "tokenizer.json").write_text(json.dumps(description))
     processor(folder, shape).save_pretrained(folder)
     if shape.is_published_layout:
@@ -232,15 +221,10 @@ def inputs(
     template = (folder / "chat_template.jinja").read_text()
     theirs = LlavaNextProcessor(images, tokenizer, chat_template=template, **{name: described[name] for name in names})
     found = theirs.apply_chat_template(
-        [_with_parts(message) for message in messages], tokenize=True, return_dict=True, return_tensors="pt",
+        [llava.with_parts(message) for message in messages], tokenize=True, return_dict=True, return_tensors="pt",
         add_generation_prompt=add_generation_prompt,
     )  # fmt: skip
     return dict(found)
-
-
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    return message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else list(content)}
 
 
 def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -253,8 +237,3 @@ def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
     whole = side // patch * patch
     patches = tiles[:, :, :whole, :whole].unfold(2, patch, patch).unfold(3, patch, patch)
     return patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3 * patch**2)
-
-
-def positions(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[3, tokens]: consecutive positions."""
-    return torch.arange(given["input_ids"].shape[1]).expand(3, -1)

@@ -1,12 +1,15 @@
 """The oracle of LLaVA-OneVision: folders that `transformers` wrote, in both layouts, and its processor's inputs."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from model import llava
+from model.llava import positions as positions
+from model.llava import save_random
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -34,25 +37,14 @@ TEMPLATE = (
 """Like the published one: part lists only, images before videos, and a space in past turns only."""
 
 
-@dataclass(frozen=True)
-class Shape:
+@dataclass(frozen=True, kw_only=True)
+class Shape(llava.Shape):
     """One configuration, at test size."""
 
-    name: str
-    text: dict[str, Any]
-    """Fields of the text config."""
-    vision: dict[str, Any]
-    """Fields of the vision config."""
-    tied: bool = False
-    """`tie_word_embeddings` of the outer config."""
     max_tiles: int = 9
     """N of `vision_aspect_ratio` anyres_max_N."""
     tiles: int = 3
     """Maximum tiles per side."""
-    other: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the config."""
-    is_published_layout: bool = False
-    """Whether names and files are those of the hub, from before version 5."""
     family: str = "llava_onevision"
 
     @property
@@ -131,11 +123,7 @@ def write(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32, max_sh
     config.tie_word_embeddings = shape.tied or bool(shape.text.get("tie_word_embeddings"))
     torch.manual_seed(len(shape.name))
     model = LlavaOnevisionForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(centre + (0.1 if parameter.ndim == 1 else 0.08) * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    save_random(model, shape, folder, dtype, max_shard_size)
     (folder / "tokenizer.json").write_text(json.dumps(spoken.tokenizer))
     side = shape.vision["image_size"]
     images = LlavaOnevisionImageProcessorPil(
@@ -215,7 +203,7 @@ def inputs(
     folder: Path, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False
 ) -> dict[str, torch.Tensor]:
     """Its processor's inputs of a conversation, whose texts must be parts. Videos are resized like images."""
-    theirs, given = processor(folder), [_with_parts(message) for message in messages]
+    theirs, given = processor(folder), [llava.with_parts(message) for message in messages]
     text = theirs.tokenizer.apply_chat_template(
         given, chat_template=theirs.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
     )
@@ -239,11 +227,6 @@ def _pixels(frames: list[Image.Image], images: LlavaOnevisionImageProcessorPil) 
     return (scaled - mean) / std
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    return message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else list(content)}
-
-
 def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """[patches, pixels of a patch] of the tiles of all images, without padding, and of the frames of all videos."""
     vision = json.loads((folder / "config.json").read_text())["vision_config"]
@@ -254,8 +237,3 @@ def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
     whole = whole[:, :, : side * patch, : side * patch]
     split = whole.unflatten(2, (side, patch)).unflatten(4, (side, patch)).permute(0, 2, 4, 1, 3, 5)
     return split.reshape(len(whole) * side**2, -1)
-
-
-def positions(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[3, tokens]: consecutive positions."""
-    return torch.arange(given["input_ids"].shape[1]).expand(3, -1)
