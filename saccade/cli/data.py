@@ -464,3 +464,5 @@ def _print_decisions(report: dict[str, Any]) -> None:
         )
     for shard, damage in report["damaged"].items():
         typer.echo(f"  damaged shard {shard}: {damage}")
+    for shard, how in report["quarantined"].items():
+        typer.echo(f"  quarantined shard {shard}: {how}; none of its samples are kept")

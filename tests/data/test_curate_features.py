@@ -7,20 +7,11 @@ import pytest
 from data.making import encode, make_caption, make_jpeg, make_picture, make_png, make_webp
 from PIL import Image
 
-from saccade.data.curate.image_hash import (
-    NUM_BANDS,
-    NUM_VIEWS,
-    band_keys,
-    descriptors,
-    hash_distances,
-    small_picture,
-    split_thumbnails,
-    thumbnails,
-    view_hashes,
-)
 from saccade.data.curate.image_match import COPY, SHOWN, same_picture
+from saccade.data.curate.image_search import MIN_SIMILARITY, view_vectors
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_features import minhash_bands, similarity, text_hash, text_statistics
+from saccade.data.curate.thumbnails import descriptors, small_picture, split_thumbnails, thumbnails
 from saccade.errors import ImageError
 from saccade.processor.image import MediaLimits
 
@@ -74,46 +65,19 @@ def test_images_that_training_rejects_are_refused():
         small_picture(make_jpeg(64, 64, 1) + bytes(100_000), limits)
 
 
-def test_copies_share_a_band_and_other_pictures_do_not_match():
+def test_copies_have_similar_vectors_and_other_pictures_do_not_match():
     pictures = [make_picture(160, 120, seed) for seed in range(120)]
     originals = np.stack([small(encode(picture, "JPEG", quality=90)) for picture in pictures])
     copies = np.stack([small(encode(picture.resize((96, 72)), "JPEG", quality=50)) for picture in pictures])
-    one, other = view_hashes(originals)[:, 0], view_hashes(copies)[:, 0]
-    assert np.mean(np.any([band_keys(one, band) == band_keys(other, band) for band in range(NUM_BANDS)], axis=0)) > 0.95
-    assert np.mean(hash_distances(one, other) <= 24) > 0.98
     first, second = thumbnails(originals), thumbnails(copies)
     for tolerance in (COPY, SHOWN):
         assert same_picture(first, second, tolerance).mean() > 0.98
         assert not same_picture(first[:-1], second[1:], tolerance).any()
-    assert hash_distances(one[:-1], one[1:]).min() > 30
+    one, other = (view_vectors(side)[:, 0].astype(int) for side in (first, second))
+    cosines = one @ other.T / np.outer(np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1))
+    assert np.mean(np.diag(cosines) > 0.99) > 0.98
+    assert np.quantile(cosines[~np.eye(120, dtype=bool)], 0.99) < MIN_SIMILARITY
     assert same_picture(first[:0], second[:0], COPY).tolist() == []
-
-
-def test_a_band_is_a_set_of_the_hash_bits():
-    hashes = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
-    bits = np.unpackbits(hashes, axis=1)
-    for band in range(NUM_BANDS):
-        keys = band_keys(hashes, band)
-        for bit in range(256):
-            flipped = np.packbits(bits ^ (np.arange(256) == bit), axis=1)
-            assert len(set((band_keys(flipped, band) != keys).tolist())) == 1, (
-                "a bit is in a band or not, for all hashes"
-            )
-    for band, first in enumerate(range(0, 250, 25)):  # the first ten tile the hash
-        expected = [int("".join(map(str, row)), 2) for row in bits[:, first : first + 25]]
-        assert band_keys(hashes, band).tolist() == expected
-
-
-def test_views_are_hashes_of_the_mirrored_and_the_cropped_picture():
-    pictures = np.stack([small(encode(make_picture(320, 320, seed), "PNG")) for seed in range(20)])
-    cropped = np.stack(
-        [small(encode(make_picture(320, 320, seed).crop((8, 8, 312, 312)), "PNG")) for seed in range(20)]
-    )
-    views = view_hashes(pictures)
-    assert views.shape == (20, NUM_VIEWS, 32)
-    for view, edited in ((1, pictures[:, :, ::-1]), (2, cropped), (3, cropped[:, :, ::-1])):
-        whole = view_hashes(np.ascontiguousarray(edited))[:, 0]
-        assert np.median(hash_distances(np.ascontiguousarray(views[:, view]), whole)) <= (0 if view == 1 else 16)
 
 
 def test_descriptors_are_unit_vectors_and_those_of_flat_pictures_match_nothing():

@@ -3,7 +3,6 @@
 import io
 import os
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from data.making import encode, make_caption, make_picture, make_sample, make_sh
 from PIL import Image
 
 from saccade.data.curate import CurationSettings, curate, find_contamination
-from saccade.data.curate.duplicates import MAX_COMPARED, candidate_pairs, first_of_equals, leaders, unique_pairs
 from saccade.data.index import open_index
 from saccade.data.sample import images
 from saccade.data.shards import ShardWriter
@@ -223,52 +221,6 @@ def test_text_that_fits_every_image_is_dropped(tmp_path):
     write_samples(tmp_path / "00000.tar", samples)
     report = curate(tmp_path, CurationSettings(max_images_per_text=3), num_workers=1)
     assert report.dropped == {"text shared by many images": 5}
-
-
-# ------------------------------------------------------------------ locality-sensitive hashing
-
-
-def test_candidates_are_all_pairs_of_a_bucket_and_leaders_are_direct_copies():
-    rng = np.random.default_rng(1)
-    for _ in range(30):
-        num_items = int(rng.integers(1, 60))
-        bands = rng.integers(0, 12, (3, num_items)).astype(np.uint32)
-        same = rng.random((num_items, num_items)) < 0.5
-        better, worse = unique_pairs(num_items, candidate_pairs(bands))
-        is_same = same[better, worse]
-        better, worse = better[is_same], worse[is_same]
-        expected = {
-            (a, b)
-            for a in range(num_items)
-            for b in range(a + 1, num_items)
-            if same[a, b] and (bands[:, a] == bands[:, b]).any()
-        }
-        assert set(zip(better.tolist(), worse.tolist(), strict=True)) == expected
-        leader = leaders(num_items, (better, worse))
-        for item, lead in enumerate(leader.tolist()):
-            assert leader[lead] == lead
-            assert item == lead or (lead, item) in expected
-            if item == lead:
-                assert not any((other, item) in expected for other in range(item) if leader[other] == other)
-
-
-def test_a_large_bucket_costs_its_size_not_its_square():
-    num_items = 100_000
-    pairs = sum(len(better) for better, _ in candidate_pairs([np.zeros(num_items, np.uint32)]))
-    assert pairs <= num_items * MAX_COMPARED
-    begin = time.process_time()
-    candidates = candidate_pairs([np.zeros(num_items, np.uint32)])
-    leader = leaders(num_items, unique_pairs(num_items, ((a[a == 0], b[a == 0]) for a, b in candidates)))
-    assert not leader.any(), "all follow the best"
-    assert time.process_time() - begin < 60, "a tenth of a second per thousand; its square would take hours"
-
-
-def test_first_of_equals_is_the_smallest_number_with_the_same_keys():
-    rng = np.random.default_rng(2)
-    keys = rng.integers(0, 4, (2, 300)).astype(np.uint64)
-    pairs = list(zip(*keys.tolist(), strict=True))
-    assert first_of_equals(*keys).tolist() == [pairs.index(pair) for pair in pairs]
-    assert first_of_equals(np.zeros(0, np.uint64)).tolist() == []
 
 
 # ------------------------------------------------------------------ edited copies

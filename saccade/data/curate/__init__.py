@@ -4,7 +4,7 @@
     report = curate("shards/", CurationSettings(min_side=128, languages=("en",)))
 
     features.py       bytes -> features, one file per shard, measured in parallel; the only step that reads pixels
-    image_hash.py     perceptual hashes and thumbnails; image_match.py aligns two thumbnails and decides
+    thumbnails.py     perceptual hashes and thumbnails; image_match.py aligns two thumbnails and decides
     text_features.py  words, repetition, language, MinHash bands
     rules.py          index + features + settings -> the first rule each sample breaks
     duplicates.py     locality-sensitive hashing, verification, one leader per group; on the arrays of sample_table.py

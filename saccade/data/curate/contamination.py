@@ -9,6 +9,7 @@ for each pair that is aligned.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.data.curate.duplicates import first_of_equals
 from saccade.data.curate.features import measure_features
-from saccade.data.curate.image_hash import descriptors, split_thumbnails
 from saccade.data.curate.image_match import SHOWN, same_picture
-from saccade.data.curate.sample_table import SampleTable, by_shard, load_samples
-from saccade.data.index import open_index
+from saccade.data.curate.sample_table import (
+    Ids,
+    SampleTable,
+    by_shard,
+    load_samples,
+    rows_of,
+    sample_name,
+    shards_of,
+)
+from saccade.data.curate.thumbnails import descriptors, split_thumbnails
+from saccade.data.index import ShardIndex, open_index
 from saccade.data.index_files import ShardProgress
+from saccade.data.jobs import Workers, run_jobs
 from saccade.data.order import Ints
+from saccade.errors import DataError
 
 _MIN_COSINE = 0.85
 """99 % of copies are above (95 % with a logo, 98 % of crops of 5 % of each side), and 3 of 10,000 pairs of other
@@ -31,6 +41,8 @@ photos."""
 _CENTRE = 0.92  # share of each side in the cropped views of evaluation images
 _MAX_VERIFIED = 8  # closest images of the other set that an image is aligned with, of evaluation images for each chunk
 _CHUNK = 2**24  # cosines in memory at a time
+_SMALL = 20_000  # training samples that this process compares itself
+_PAIR = np.dtype([("training", "u8"), ("evaluation", "u8"), ("is_exact", "?")])
 
 
 @dataclass(frozen=True)
@@ -66,29 +78,61 @@ def find_contamination(
     on_progress: Callable[[ShardProgress], None] | None = None,
 ) -> ContaminationReport:
     """Compare all images of two shard folders, curated or not. Curation drops the matches by `evaluation_sets`."""
-    training, evaluation = (
-        load_all_samples(path, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
-        for path in (training_path, evaluation_path)
-    )
-    found, shown, is_exact = find_shown(training, evaluation)
-    order = np.lexsort((training.rows[found], training.shards[found]))
+    training, evaluation = (open_index(path, num_workers=num_workers) for path in (training_path, evaluation_path))
+    for index in (training, evaluation):
+        measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
+    workers = Workers(num_workers=1 if len(training) < _SMALL else num_workers, ray_address=ray_address)
+    found = [np.zeros(0, _PAIR)] * len(training.shards)
+    for outcome in run_jobs(_match, (training, EvaluationSet(evaluation)), range(len(training.shards)), workers):
+        if outcome.result is None:
+            raise DataError(outcome.error or "")
+        found[outcome.job] = outcome.result
+    pairs = np.concatenate([np.zeros(0, _PAIR), *found])
+    pairs = pairs[np.argsort(~pairs["is_exact"], kind="stable")]
+    pairs = pairs[_first_of_each(pairs["training"], pairs["evaluation"])]
+    pairs = pairs[np.argsort(pairs["training"], kind="stable")]
     matches = [
-        Match(training.name(int(found[n])), evaluation.name(int(shown[n])), bool(is_exact[n])) for n in order.tolist()
+        Match(_name(training, pair["training"]), _name(evaluation, pair["evaluation"]), bool(pair["is_exact"]))
+        for pair in pairs
     ]
     return ContaminationReport(len(training), len(evaluation), matches)
 
 
-def load_all_samples(
-    path: str | Path,
-    *,
-    num_workers: int | None,
-    ray_address: str | None,
-    on_progress: Callable[[ShardProgress], None] | None,
-) -> SampleTable:
-    """All samples of a folder; those that cannot be decoded have no images to compare."""
-    index = open_index(path, num_workers=num_workers)
-    measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
-    return load_samples(index, [np.ones(size, bool) for size in index.sizes])
+def _match(sets: tuple[ShardIndex, EvaluationSet], shard: int) -> NDArray[np.void]:
+    """The matches of one training shard."""
+    training, evaluation = sets[0], sets[1].samples()
+    samples = load_samples(training, {shard: np.ones(int(training.sizes[shard]), bool)})
+    found, shown, is_exact = find_shown(samples, evaluation)
+    pairs = np.empty(len(found), _PAIR)
+    pairs["training"], pairs["evaluation"], pairs["is_exact"] = samples.ids[found], evaluation.ids[shown], is_exact
+    return pairs
+
+
+def _name(index: ShardIndex, sample: np.uint64) -> str:
+    """Shard and key."""
+    return sample_name(index, int(shards_of(np.array([sample]))[0]), int(rows_of(np.array([sample]))[0]))
+
+
+def _first_of_each(training: Ids | Ints, evaluation: Ids | Ints) -> Ints:
+    """The first pair of each sample of either set, in order."""
+    return np.unique(np.concatenate([np.unique(ids, return_index=True)[1] for ids in (training, evaluation)]))
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """The samples of an evaluation set; those that cannot be decoded have no images to compare. Picklable."""
+
+    index: ShardIndex
+
+    def samples(self) -> SampleTable:
+        """All samples; those of the last sets stay in memory."""
+        return _load_all(self)
+
+
+@functools.lru_cache(maxsize=4)
+def _load_all(evaluation: EvaluationSet) -> SampleTable:
+    index = evaluation.index
+    return load_samples(index, {shard: np.ones(size, bool) for shard, size in enumerate(index.sizes.tolist())})
 
 
 def find_shown(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, Ints, NDArray[np.bool_]]:
@@ -100,16 +144,27 @@ def find_shown(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, In
     exact, near = _equal_files(training, evaluation), _near_copies(training, evaluation)
     shows, shown = (np.concatenate(images) for images in zip(exact, near, strict=True))
     samples, evaluation_samples = training.images.owners[shows], evaluation.images.owners[shown]
-    first = [np.unique(owners, return_index=True)[1] for owners in (samples, evaluation_samples)]
-    kept = np.unique(np.concatenate(first))  # the first pair of each sample: exact ones, then the closest
+    kept = _first_of_each(samples, evaluation_samples)  # exact ones before the closest
     return samples[kept], evaluation_samples[kept], kept < len(exact[0])
+
+
+def _first_of_equals(*keys: NDArray[np.uint64]) -> Ints:
+    """[items]: the first item that has the same keys, or the item itself."""
+    order = np.lexsort(keys[::-1])
+    is_first = np.zeros(len(order), bool)
+    for key in keys:
+        is_first |= np.diff(key[order], prepend=~key[order[:1]]) != 0
+    firsts = order[np.flatnonzero(is_first)]
+    found = np.empty(len(order), np.int64)
+    found[order] = np.repeat(firsts, np.diff(np.append(np.flatnonzero(is_first), len(order))))
+    return found
 
 
 def _equal_files(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, Ints]:
     """Training images and evaluation images with the same bytes; each image of such a pair comes at least once."""
     num_evaluation = len(evaluation.images.owners)
     contents = np.concatenate([evaluation.images.contents, training.images.contents])
-    first = first_of_equals(contents[:, 0], contents[:, 1])
+    first = _first_of_equals(contents[:, 0], contents[:, 1])
     of_evaluation, of_training = first[:num_evaluation], first[num_evaluation:]
     found = np.flatnonzero(of_training < num_evaluation)
     copy = np.full(num_evaluation, -1)

@@ -1,140 +1,214 @@
-"""Find samples that repeat a better one.
+"""Find samples that repeat a better one, by stages over partitions (`partitions.py`, `exchange.py`).
 
     exact           the same image bytes, in the same order
     near, by image  the same images resized, encoded again, cropped, mirrored, brighter or grey (`image_match.COPY`)
     near, by text   a Jaccard similarity of the texts above the threshold
 
-Each returns for every sample the better one it repeats. What repeats a captioned image is a setting (`keep_one_per`);
-samples with questions or a conversation are compared by image and text, since two questions about one chart are two
-samples. Samples without images repeat each other when their texts are equal.
+Each drops all samples but the best. What repeats a captioned image is a setting (`keep_one_per`); samples with
+questions or a conversation are compared by image and text, since two questions about one chart are two samples. Samples
+without images repeat each other when their texts are equal.
 
-The search is locality-sensitive hashing: items, best first -> pairs that share a band key -> pairs that pass a check ->
-the leader of each group. Items are numbered by quality, so in every pair the smaller number is the one to keep. An item
-joins the best leader it was compared with: groups are stars, not chains, and every dropped item was itself compared
-with the one that is kept.
-
-Cost: one sort of the keys per band and round. A bucket of `size` items makes at most `size * MAX_COMPARED` pairs, since
-each item is compared with the best `MAX_COMPARED` of its bucket only: a million blank pages cost a million times 32,
-not a million squared. Items that found no leader enter another round with the others that found none. A pair is missed
-when its better half ranks below 32 others, not copies of each other, in every bucket the two share. Of the pairs an
-image is in, the `_MAX_VERIFIED` closest by hash are aligned (0.1-0.3 ms each).
+Equal things meet in the partition of their key. Likely copies meet in clusters of similar images (`image_search.py`) or
+buckets of similar texts, are verified where the worse one is, and follow the best one that they repeat (`leaders.py`):
+groups are stars, not chains. An image is verified with the `MAX_CANDIDATES` most similar better ones (0.1-0.3 ms each),
+a text with the best `MAX_COMPARED` of each of its buckets. Memory is that of one partition, whatever the number of
+samples, and so is the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.data.curate.image_hash import NUM_BANDS, band_keys, hash_distances
+from saccade.data.curate import image_search
+from saccade.data.curate.exchange import Rows, Runner
 from saccade.data.curate.image_match import COPY, same_picture
-from saccade.data.curate.sample_table import SampleTable
-from saccade.data.curate.settings import CurationSettings
-from saccade.data.curate.text_features import similarity
-from saccade.data.order import Ints
-
-Pairs = tuple[Ints, Ints]
-"""The better and the worse item of each pair."""
+from saccade.data.curate.image_search import (
+    LIKELY,
+    NUM_PROBES,
+    NUM_VIEWS,
+    SEEN,
+    Clusters,
+    best_at_home,
+    likely_pairs,
+    view_vectors,
+)
+from saccade.data.curate.leaders import EDGE, find_leaders, read_leaders, wanted
+from saccade.data.curate.partitions import Dropper, Partitions
+from saccade.data.curate.sample_table import Ids, SampleTable, read_texts, read_thumbnails
+from saccade.data.curate.text_features import NUM_BANDS, similarity
 
 MAX_COMPARED = 32
-"""Items of a bucket that every other one is compared with."""
-_MAX_HASH_DISTANCE = 80  # bits of 255; crops of 5 % reach 70
-_MAX_VERIFIED = 8
-_MAX_ROUNDS = 8
-_CHUNK = 2**20
+"""Texts of a bucket that every other one is compared with: the best."""
+_EQUAL = np.dtype([("keys", "u8", 3), ("quality", "u8"), ("sample", "u8"), ("file", "u8", 2)])
+"""A sample with what makes it equal to others."""
+_IMAGE = np.dtype([("content", "u8", 2), ("quality", "u8"), ("image", "u8")])
+_TWIN = np.dtype([("image", "u8"), ("first", "u8")])
+"""An image and the best one with the same bytes."""
+_TRAINED = np.dtype([("order", "u8"), ("image", "u8"), ("vector", "i1", image_search.DIMS)])
+_PICTURE = np.dtype([("image", "u8"), ("picture", "u8")])
+"""An image and the one that it repeats."""
+_BANDED = np.dtype([("band", "u4"), ("key", "u4"), ("quality", "u8"), ("sample", "u8")])
+_BATCH = 2**20  # rows that are compared at a time
 
 
-def exact_duplicates(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the first sample with the same image bytes, or the sample itself."""
-    return first_of_equals(*_file_keys(samples), _text_keys(samples, settings.keep_one_per != "image"))
+@dataclass(frozen=True)
+class Step:
+    """A step of curation: it sees the samples that the earlier steps kept."""
+
+    partitions: Partitions
+    name: str
+    before: tuple[str, ...]
+    """The earlier steps."""
+
+    def dropper(self, partition: int) -> Dropper:
+        """What drops samples."""
+        return self.partitions.dropper(self.name, partition)
+
+    def kept(self, partition: int) -> list[SampleTable]:
+        """The samples of each shard that the earlier steps kept."""
+        return list(self.partitions.kept(partition, self.before))
 
 
-def near_duplicate_images(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the best sample whose images are near-copies of this one's, or the sample itself.
-
-    Samples with the same image bytes are left to `exact_duplicates`.
-    """
-    images = samples.images
-    first = first_of_equals(images.contents[:, 0], images.contents[:, 1])
-    distinct = np.flatnonzero(first == np.arange(len(first)))
-
-    def image_leaders(selected: Ints) -> Ints:
-        numbers = distinct[selected]
-        return leaders(len(numbers), _verified(close_pairs(images.hashes[numbers]), samples, numbers))
-
-    leader = settle(len(distinct), image_leaders)
-    pictures = distinct[leader[np.searchsorted(distinct, first)]]
-    picture_keys = _sequence_keys(pictures.astype(np.uint64), samples)
-    text_keys = _text_keys(samples, settings.keep_one_per == "image and text")
-    same_picture, same_file = first_of_equals(picture_keys, text_keys), first_of_equals(*_file_keys(samples), text_keys)
-    is_same_file = same_file == same_file[same_picture]
-    return np.where(is_same_file, np.arange(len(samples)), same_picture)
+def drop_exact_duplicates(runner: Runner, step: Step) -> None:
+    """Drop all but the best of the samples with the same image bytes."""
+    num = step.partitions.num_partitions
+    runner.run(f"{step.name}-files", _send_files, step, num)
+    runner.run(f"{step.name}-firsts", _drop_equal_files, step, num)
 
 
-def near_duplicate_texts(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the best sample with nearly the same text, or the sample itself."""
-    bands = samples.text_bands()
-
-    def text_leaders(numbers: Ints) -> Ints:
-        pairs = unique_pairs(len(numbers), candidate_pairs(bands[numbers].T))
-        needed = np.unique(np.concatenate(pairs))
-        texts = dict(zip(needed.tolist(), samples.texts(numbers[needed]), strict=True))
-        return leaders(
-            len(numbers), pairs, lambda one, other: similarity(texts[one], texts[other]) >= settings.min_text_similarity
-        )
-
-    return settle(len(samples), text_leaders)
+def drop_shared_texts(runner: Runner, step: Step) -> None:
+    """Drop all samples whose caption more images share than the settings allow."""
+    num = step.partitions.num_partitions
+    runner.run(f"{step.name}-texts", _send_texts, step, num)
+    runner.run(f"{step.name}-shared", _drop_frequent_texts, step, num)
 
 
-def num_shared_images(samples: SampleTable) -> int:
+def count_shared_images(runner: Runner, step: Step) -> int:
     """Samples whose image bytes another sample has as well."""
-    first = first_of_equals(*_file_keys(samples))
-    has_image = np.bincount(samples.images.owners, minlength=len(samples)) > 0
-    return int((has_image & (np.bincount(first, minlength=len(samples))[first] > 1)).sum())
+    num = step.partitions.num_partitions
+    runner.run(f"{step.name}-files", _send_image_files, step, num)
+    return sum(result["shared"] for result in runner.run(f"{step.name}-count", _count_shared, step, num))
 
 
-def close_pairs(hashes: NDArray[np.uint8]) -> Pairs:
-    """Pairs of images with views that share a band and differ in few bits, at most `_MAX_VERIFIED` per worse image."""
-    num = len(hashes)
-    views = np.ascontiguousarray(hashes.transpose(1, 0, 2)).reshape(-1, hashes.shape[2])  # whole images first
-    kept, found, num_found = np.zeros((3, 0), np.int64), list[Ints](), 0
-    for one, other in candidate_pairs(band_keys(views, band) for band in range(NUM_BANDS)):
-        distances = hash_distances(views[one], views[other])
-        is_close = (distances <= _MAX_HASH_DISTANCE) & (one % num != other % num)
-        one, other = one[is_close] % num, other[is_close] % num
-        found.append(np.stack([np.maximum(one, other), distances[is_close], np.minimum(one, other)]))
-        num_found += len(one)
-        if num_found > 4 * _MAX_VERIFIED * num + 16 * _CHUNK:  # bounds the memory, whatever the buckets
-            kept, found, num_found = _closest(np.concatenate([kept, *found], axis=1)), [], 0
-    worse, _, better = pairs = _closest(np.concatenate([kept, *found], axis=1))
-    order = np.lexsort(pairs[[0, 2]])
-    return better[order], worse[order]
+def drop_near_duplicate_images(runner: Runner, step: Step) -> None:
+    """Drop all but the best of the samples whose images are copies of each other.
+
+    Samples with the same image bytes are left to `drop_exact_duplicates`.
+    """
+    num = step.partitions.num_partitions
+    counts = runner.run(f"{step.name}-contents", _send_contents, step, num)
+    search = _Search(step, sum(count["images"] for count in counts))
+    runner.run(f"{step.name}-twins", _find_twins, step, num)
+    if Clusters.num_trained(search.num_images):
+        runner.run(f"{step.name}-vectors", _send_vectors, search, num)
+    runner.run(f"{step.name}-centres", _train, search, 1)
+    runner.run(f"{step.name}-views", _send_views, search, num)
+    runner.run(f"{step.name}-pairs", _find_pairs, step, num)
+    runner.run(f"{step.name}-closest", _keep_closest, step, num)
+    where = find_leaders(runner, step.partitions, _Images(), step.name)
+    found = _Found(step, where)
+    runner.run(f"{step.name}-pictures", _send_pictures, found, num)
+    runner.run(f"{step.name}-samples", _send_samples, found, num)
+    runner.run(f"{step.name}-firsts", _drop_same_pictures, step, num)
 
 
-def _closest(found: Ints) -> Ints:
-    """The nearest better items of each worse item; the rows are worse items, distances and better items."""
-    found = found[:, np.lexsort(found[[1, 2, 0]])]  # by pair, the closest first
-    found = found[:, (np.diff(found[[0, 2]], prepend=-1) != 0).any(0)]
-    found = found[:, np.lexsort(found[[2, 1, 0]])]
-    begins = np.flatnonzero(np.diff(found[0], prepend=-1))
-    rank = np.arange(found.shape[1]) - np.repeat(begins, np.diff(np.append(begins, found.shape[1])))
-    return found[:, rank < _MAX_VERIFIED]
+def drop_near_duplicate_texts(runner: Runner, step: Step) -> None:
+    """Drop all but the best of the samples with nearly the same text."""
+    num = step.partitions.num_partitions
+    runner.run(f"{step.name}-bands", _send_bands, step, num)
+    runner.run(f"{step.name}-buckets", _find_text_pairs, step, num)
+    where = find_leaders(runner, step.partitions, _Texts(step.partitions.settings.min_text_similarity), step.name)
+    runner.run(f"{step.name}-drop", _drop_followers, _Found(step, where), num)
 
 
-def _verified(pairs: Pairs, samples: SampleTable, images: Ints) -> Pairs:
-    """The pairs (positions in `images`) whose thumbnails show the same image."""
-    needed = np.unique(np.concatenate(pairs))
-    thumbnails = samples.thumbnails(images[needed])
-    better, worse = (np.searchsorted(needed, side) for side in pairs)
-    is_same = np.zeros(len(better), bool)
-    for begin in range(0, len(better), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        is_same[part] = same_picture(thumbnails[better[part]], thumbnails[worse[part]], COPY)
-    return pairs[0][is_same], pairs[1][is_same]
+# ------------------------------------------------------------------ equal samples
 
 
-def _file_keys(samples: SampleTable) -> list[NDArray[np.uint64]]:
+def _send_equals(step: Step, partition: int, keys_of: Callable[[SampleTable], tuple[Rows, NDArray[np.bool_]]]) -> None:
+    sender = step.partitions.exchange(f"{step.name}-equals", _EQUAL).sender(partition)
+    for samples in step.kept(partition):
+        rows, is_meant = keys_of(samples)
+        rows = rows[is_meant]
+        sender.send(step.partitions.of_keys(*rows["keys"].T), rows)
+    sender.close()
+
+
+def _rows_of(samples: SampleTable, keys: Sequence[NDArray[np.uint64]]) -> Rows:
+    rows = np.zeros(len(samples), _EQUAL)
+    for number, key in enumerate(keys):
+        rows["keys"][:, number] = key
+    rows["quality"], rows["sample"] = samples.qualities, samples.ids
+    rows["file"] = np.stack(file_keys(samples), 1)
+    return rows
+
+
+def _send_files(step: Step, partition: int) -> dict[str, int]:
+    for_captions = step.partitions.settings.keep_one_per != "image"
+
+    def keys_of(samples: SampleTable) -> tuple[Rows, NDArray[np.bool_]]:
+        keys = [*file_keys(samples), text_keys(samples, for_captions)]
+        return _rows_of(samples, keys), np.ones(len(samples), bool)
+
+    _send_equals(step, partition, keys_of)
+    return {}
+
+
+def _send_texts(step: Step, partition: int) -> dict[str, int]:
+    _send_equals(step, partition, lambda samples: (_rows_of(samples, [samples.text_hashes]), ~samples.is_conversation))
+    return {}
+
+
+def _send_image_files(step: Step, partition: int) -> dict[str, int]:
+    _send_equals(step, partition, lambda samples: (_rows_of(samples, file_keys(samples)), samples.has_image))
+    return {}
+
+
+def _equals(step: Step, partition: int) -> tuple[Rows, NDArray[np.int64], NDArray[np.int64]]:
+    """Rows by key, the best first; for each row the first one with its keys, and the number of those."""
+    rows = step.partitions.exchange(f"{step.name}-equals", _EQUAL).rows(partition)
+    rows = rows[np.lexsort((rows["sample"], rows["quality"], *rows["keys"].T))]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (rows["keys"][1:] != rows["keys"][:-1]).any(1)
+    begins = np.flatnonzero(is_first)
+    sizes = np.diff(np.append(begins, len(rows)))
+    return rows, np.repeat(begins, sizes), np.repeat(sizes, sizes)
+
+
+def _drop_equal_files(step: Step, partition: int) -> dict[str, int]:
+    rows, first, _ = _equals(step, partition)
+    worse = np.flatnonzero(first != np.arange(len(rows)))
+    dropper = step.dropper(partition)
+    dropper.drop(rows["sample"][worse], "exact duplicate", rows["sample"][first[worse]])
+    return dropper.close()
+
+
+def _drop_same_pictures(step: Step, partition: int) -> dict[str, int]:
+    rows, first, _ = _equals(step, partition)
+    worse = np.flatnonzero((rows["file"] != rows["file"][first]).any(1))
+    dropper = step.dropper(partition)
+    dropper.drop(rows["sample"][worse], "near-duplicate image", rows["sample"][first[worse]])
+    return dropper.close()
+
+
+def _drop_frequent_texts(step: Step, partition: int) -> dict[str, int]:
+    limit = step.partitions.settings.max_images_per_text
+    assert limit is not None, "the step runs only with a limit"
+    rows, _, sizes = _equals(step, partition)
+    dropper = step.dropper(partition)
+    dropper.drop(rows["sample"][sizes > limit], "text shared by many images")
+    return dropper.close()
+
+
+def _count_shared(step: Step, partition: int) -> dict[str, int]:
+    _, _, sizes = _equals(step, partition)
+    return {"shared": int((sizes > 1).sum())}
+
+
+def file_keys(samples: SampleTable) -> list[NDArray[np.uint64]]:
     """Two keys [n] for the image bytes of a sample."""
     return [_sequence_keys(samples.images.contents[:, half], samples) for half in (0, 1)]
 
@@ -149,72 +223,290 @@ def _sequence_keys(values: NDArray[np.uint64], samples: SampleTable) -> NDArray[
     return keys
 
 
-def _text_keys(samples: SampleTable, for_captions: bool) -> NDArray[np.uint64]:
+def text_keys(samples: SampleTable, for_captions: bool) -> NDArray[np.uint64]:
     """[n]: the hash of the text if texts are compared, else 0."""
-    has_image = np.bincount(samples.images.owners, minlength=len(samples)) > 0
-    is_compared = samples.is_conversation | ~has_image | for_captions
+    is_compared = samples.is_conversation | ~samples.has_image | for_captions
     return np.where(is_compared, samples.text_hashes, np.uint64(0))
 
 
-# ------------------------------------------------------------------ locality-sensitive hashing
+# ------------------------------------------------------------------ images: likely copies
 
 
-def candidate_pairs(bands: Iterable[NDArray[np.uint32]]) -> Iterator[Pairs]:
-    """Pairs that share a key in a band (an array of one key per item), a bounded number at a time, with repeats."""
-    for keys in bands:
-        order = np.argsort(keys, kind="stable")  # stable: within a bucket the best comes first
-        is_first = np.diff(keys[order], prepend=~keys[order[:1]]) != 0
-        begins = np.flatnonzero(is_first)
-        rank = np.arange(len(order)) - np.repeat(begins, np.diff(np.append(begins, len(order))))
-        rest = np.arange(len(order))
-        for number in range(MAX_COMPARED):
-            rest = rest[rank[rest] > number]
-            for begin in range(0, len(rest), _CHUNK):
-                worse = rest[begin : begin + _CHUNK]
-                yield order[worse - rank[worse] + number], order[worse]
+@dataclass(frozen=True)
+class _Search:
+    step: Step
+    num_images: int
 
 
-def unique_pairs(num_items: int, candidates: Iterable[Pairs]) -> Pairs:
-    """Each pair once, ordered by the better item."""
-    found = [np.zeros(0, np.int64), *(better * num_items + worse for better, worse in candidates)]
-    return np.divmod(np.unique(np.concatenate(found)), max(1, num_items))
+def _send_contents(step: Step, partition: int) -> dict[str, int]:
+    """Send every image to the partition of its bytes."""
+    sender = step.partitions.exchange(f"{step.name}-images", _IMAGE).sender(partition)
+    num_images = 0
+    for samples in step.kept(partition):
+        rows = np.empty(len(samples.images.owners), _IMAGE)
+        rows["content"], rows["image"] = samples.images.contents, samples.image_ids
+        rows["quality"] = samples.qualities[samples.images.owners]
+        sender.send(step.partitions.of_keys(*rows["content"].T), rows)
+        num_images += len(rows)
+    sender.close()
+    return {"images": num_images}
 
 
-def leaders(num_items: int, pairs: Pairs, is_copy: Callable[[int, int], bool] | None = None) -> Ints:
-    """[items]: the leader of each item, which may be itself. `pairs` are ordered by the better item.
-
-    `is_copy` is called with the better and the worse item of a pair, only if the answer matters.
-    """
-    leader = list(range(num_items))
-    for better, worse in zip(*(side.tolist() for side in pairs), strict=True):
-        if leader[better] == better and leader[worse] == worse and (is_copy is None or is_copy(better, worse)):
-            leader[worse] = better
-    return np.array(leader, np.int64)
-
-
-def settle(num_items: int, find_leaders: Callable[[Ints], Ints]) -> Ints:
-    """[items]: the leader of each, in rounds among those that still lead, until a round changes nothing.
-
-    `find_leaders` takes the items of a round and returns for each the position of its leader among them.
-    """
-    leader = np.arange(num_items)
-    for _ in range(_MAX_ROUNDS):
-        leading = np.flatnonzero(leader == np.arange(num_items))
-        found = find_leaders(leading)
-        if (found == np.arange(len(leading))).all():
-            break
-        leader[leading] = leading[found]
-        leader = leader[leader]  # followers of an item that now follows another one
-    return leader
+def _find_twins(step: Step, partition: int) -> dict[str, int]:
+    """Tell images with the same bytes, and the best of them: the others are not searched for."""
+    rows = step.partitions.exchange(f"{step.name}-images", _IMAGE).rows(partition)
+    rows = rows[np.lexsort((rows["image"], rows["quality"], *rows["content"].T))]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (rows["content"][1:] != rows["content"][:-1]).any(1)
+    first = rows["image"][np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
+    twins = np.empty(int((~is_first).sum()), _TWIN)
+    twins["image"], twins["first"] = rows["image"][~is_first], first[~is_first]
+    for name, to in (("twins", "image"), ("firsts", "first")):
+        sender = step.partitions.exchange(f"{step.name}-{name}-of", _TWIN).sender(partition)
+        sender.send(step.partitions.of_ids(twins[to]), twins)
+        sender.close()
+    return {"twins": len(twins)}
 
 
-def first_of_equals(*keys: NDArray[np.uint64]) -> Ints:
-    """[items]: the first item that has the same keys, or the item itself."""
-    order = np.lexsort(keys[::-1])
-    is_first = np.zeros(len(order), bool)
-    for key in keys:
-        is_first |= np.diff(key[order], prepend=~key[order[:1]]) != 0
-    firsts = order[np.flatnonzero(is_first)]
-    found = np.empty(len(order), np.int64)
-    found[order] = np.repeat(firsts, np.diff(np.append(np.flatnonzero(is_first), len(order))))
-    return found
+def _distinct(step: Step, partition: int) -> list[tuple[SampleTable, NDArray[np.int64]]]:
+    """The samples of each shard, and which of their images are the best with their bytes."""
+    twins = np.sort(step.partitions.exchange(f"{step.name}-twins-of", _TWIN).rows(partition)["image"])
+    return [(samples, np.flatnonzero(~np.isin(samples.image_ids, twins))) for samples in step.kept(partition)]
+
+
+def _send_vectors(search: _Search, partition: int) -> dict[str, int]:
+    """Send the vectors of some images, chosen by their bytes, to train the centres of clusters."""
+    step = search.step
+    share = min(1.0, Clusters.num_trained(search.num_images) / search.num_images)
+    sender = step.partitions.exchange(f"{step.name}-trained", _TRAINED).sender(partition)
+    for samples, images in _distinct(step, partition):
+        order = samples.images.contents[images, 0]
+        is_chosen = order <= np.uint64(int(share * (2**64 - 1)) if share < 1 else 2**64 - 1)
+        chosen = images[is_chosen]
+        rows = np.empty(len(chosen), _TRAINED)
+        rows["order"], rows["image"] = order[is_chosen], samples.image_ids[chosen]
+        rows["vector"] = view_vectors(samples.thumbnails(chosen))[:, 0]
+        sender.send(np.zeros(len(rows), np.int64), rows)
+    sender.close()
+    return {}
+
+
+def _train(search: _Search, _: int) -> dict[str, int]:
+    """Train the centres and write them for the other stages."""
+    step = search.step
+    rows = step.partitions.exchange(f"{step.name}-trained", _TRAINED).rows(0)
+    rows = rows[np.lexsort((rows["image"], rows["order"]))]
+    clusters = Clusters.train(rows["vector"], search.num_images)
+    step.partitions.folder.write(f"{step.name}-clusters", clusters.to_bytes())
+    return {"clusters": len(clusters)}
+
+
+def _send_views(search: _Search, partition: int) -> dict[str, int]:
+    """Send every distinct image to its home cluster, and its views to those nearest to them."""
+    step = search.step
+    clusters = Clusters.from_bytes(step.partitions.folder.read(f"{step.name}-clusters") or b"")
+    sender = step.partitions.exchange(f"{step.name}-seen", SEEN).sender(partition)
+    num_images = 0
+    for samples, images in _distinct(step, partition):
+        rows = seen(
+            clusters,
+            samples.thumbnails(images),
+            samples.image_ids[images],
+            samples.qualities[samples.images.owners[images]],
+        )
+        sender.send(rows["cluster"].astype(np.int64) % step.partitions.num_partitions, rows)
+        num_images += len(images)
+    sender.close()
+    return {"images": num_images}
+
+
+def seen(clusters: Clusters, thumbnails: NDArray[np.uint8], images: Ids, qualities: NDArray[np.uint64]) -> Rows:
+    """The rows of images: at home in one cluster, looking into those nearest to each view."""
+    vectors = view_vectors(thumbnails)
+    nearest = clusters.nearest(vectors.reshape(-1, image_search.DIMS), NUM_PROBES)
+    num_probes = nearest.shape[1]
+    nearest = nearest.reshape(len(images), NUM_VIEWS * num_probes)
+    rows = np.empty((len(images), 1 + nearest.shape[1]), SEEN)
+    rows["cluster"][:, 0], rows["cluster"][:, 1:] = nearest[:, 0], nearest
+    rows["at_home"] = np.arange(rows.shape[1]) == 0
+    rows["quality"], rows["item"] = qualities[:, None], images[:, None]
+    rows["vector"][:, 0] = vectors[:, 0]
+    rows["vector"][:, 1:] = np.repeat(vectors, num_probes, axis=1)
+    return rows.reshape(-1)
+
+
+def _find_pairs(step: Step, partition: int) -> dict[str, int]:
+    """Find the likely copies in the clusters of a partition."""
+    exchange = step.partitions.exchange(f"{step.name}-seen", SEEN)
+    home, num_pending = [np.zeros(0, SEEN)], 0
+    for rows in exchange.parts(partition):
+        home.append(rows[rows["at_home"]])
+        num_pending += len(home[-1])
+        if num_pending > _BATCH:
+            home, num_pending = [best_at_home(np.concatenate(home))], 0
+    at_home = best_at_home(np.concatenate(home))
+    sender = step.partitions.exchange(f"{step.name}-likely", LIKELY).sender(partition)
+    num_pairs = 0
+    for rows in _batches(exchange.parts(partition)):
+        pairs = likely_pairs(at_home, rows[~rows["at_home"]])
+        sender.send(step.partitions.of_ids(pairs["worse"]), pairs)
+        num_pairs += len(pairs)
+    sender.close()
+    return {"pairs": num_pairs}
+
+
+def _batches(parts: Iterable[Rows]) -> Iterator[Rows]:
+    """The same rows, small parts together."""
+    pending: list[Rows] = []
+    for rows in parts:
+        pending.append(rows)
+        if sum(map(len, pending)) > _BATCH:
+            yield np.concatenate(pending)
+            pending = []
+    if pending:
+        yield np.concatenate(pending)
+
+
+def _keep_closest(step: Step, partition: int) -> dict[str, int]:
+    """Ask for the most similar better images of each one."""
+    pairs = np.zeros(0, LIKELY)
+    for part in _batches(step.partitions.exchange(f"{step.name}-likely", LIKELY).parts(partition)):
+        pairs = image_search.most_similar(np.concatenate([pairs, part]))
+    _want(step, partition, pairs)
+    return {"pairs": len(pairs)}
+
+
+def _want(step: Step, partition: int, pairs: Rows) -> None:
+    """Have pairs verified."""
+    edges = np.empty(len(pairs), EDGE)
+    for name in EDGE.names or ():
+        edges[name] = pairs[name]
+    sender = wanted(step.partitions, step.name).sender(partition)
+    sender.send(step.partitions.of_ids(edges["better"]), edges)
+    sender.close()
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images are compared by their thumbnails."""
+
+    def payloads(self, partitions: Partitions, ids: Ids) -> list[bytes]:
+        """The thumbnails."""
+        return [thumbnail.tobytes() for thumbnail in read_thumbnails(partitions.index, ids)]
+
+    def is_same(self, worse: Sequence[bytes], better: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Whether they show the same image."""
+        one, other = (np.frombuffer(b"".join(side), np.uint8).reshape(len(side), -1) for side in (better, worse))
+        return same_picture(one, other, COPY)
+
+
+# ------------------------------------------------------------------ images: samples
+
+
+@dataclass(frozen=True)
+class _Found:
+    step: Step
+    leaders: str
+    """Where the leaders are."""
+
+
+def _send_pictures(found: _Found, partition: int) -> dict[str, int]:
+    """Tell images with the same bytes as one that follows whom it follows."""
+    step = found.step
+    followers = read_leaders(step.partitions, found.leaders, partition)
+    twins = step.partitions.exchange(f"{step.name}-firsts-of", _TWIN).rows(partition)
+    at = np.minimum(np.searchsorted(followers["worse"], twins["first"]), max(0, len(followers) - 1))
+    follows = followers["worse"][at] == twins["first"] if len(followers) else np.zeros(len(twins), bool)
+    rows = np.empty(len(twins), _PICTURE)
+    rows["image"], rows["picture"] = twins["image"], twins["first"]
+    rows["picture"][follows] = followers["leader"][at[follows]]
+    sender = step.partitions.exchange(f"{step.name}-picture-of", _PICTURE).sender(partition)
+    sender.send(step.partitions.of_ids(rows["image"]), rows)
+    sender.close()
+    return {}
+
+
+def _send_samples(found: _Found, partition: int) -> dict[str, int]:
+    """Send every sample to the partition of the pictures it shows."""
+    step = found.step
+    for_captions = step.partitions.settings.keep_one_per == "image and text"
+    followers = read_leaders(step.partitions, found.leaders, partition)
+    known = step.partitions.exchange(f"{step.name}-picture-of", _PICTURE).rows(partition)
+    images = np.concatenate([followers["worse"], known["image"]])
+    order = np.argsort(images)
+    images, pictures = images[order], np.concatenate([followers["leader"], known["picture"]])[order]
+
+    def keys_of(samples: SampleTable) -> tuple[Rows, NDArray[np.bool_]]:
+        shown = samples.image_ids
+        if len(images):
+            at = np.minimum(np.searchsorted(images, shown), len(images) - 1)
+            shown = np.where(images[at] == shown, pictures[at], shown)
+        keys = [_sequence_keys(shown, samples), _sequence_keys(shown * np.uint64(0xD6E8FEB86659FD93), samples)]
+        return _rows_of(samples, [*keys, text_keys(samples, for_captions)]), np.ones(len(samples), bool)
+
+    _send_equals(step, partition, keys_of)
+    return {}
+
+
+# ------------------------------------------------------------------ texts
+
+
+def _send_bands(step: Step, partition: int) -> dict[str, int]:
+    """Send every sample to the partitions of its MinHash keys."""
+    sender = step.partitions.exchange(f"{step.name}-banded", _BANDED).sender(partition)
+    for samples in step.kept(partition):
+        rows = np.empty((len(samples), NUM_BANDS), _BANDED)
+        rows["band"], rows["key"] = np.arange(NUM_BANDS), samples.text_bands()
+        rows["quality"], rows["sample"] = samples.qualities[:, None], samples.ids[:, None]
+        flat = rows.reshape(-1)
+        sender.send(step.partitions.of_keys(flat["band"].astype(np.uint64), flat["key"].astype(np.uint64)), flat)
+    sender.close()
+    return {}
+
+
+def _find_text_pairs(step: Step, partition: int) -> dict[str, int]:
+    """Ask for the comparison of every text with the best of its buckets."""
+    rows = step.partitions.exchange(f"{step.name}-banded", _BANDED).rows(partition)
+    pairs = np.unique(np.concatenate([np.zeros(0, EDGE), *text_pairs(rows)]))
+    _want(step, partition, pairs)
+    return {"pairs": len(pairs)}
+
+
+def text_pairs(rows: Rows) -> Iterator[Rows]:
+    """Pairs of samples in a bucket: every one with the best `MAX_COMPARED`, with repeats."""
+    rows = rows[np.lexsort((rows["sample"], rows["quality"], rows["key"], rows["band"]))]
+    is_first = np.ones(len(rows), bool)
+    is_first[1:] = (rows["key"][1:] != rows["key"][:-1]) | (rows["band"][1:] != rows["band"][:-1])
+    begins = np.flatnonzero(is_first)
+    rank = np.arange(len(rows)) - np.repeat(begins, np.diff(np.append(begins, len(rows))))
+    rest = np.arange(len(rows))
+    for number in range(MAX_COMPARED):
+        rest = rest[rank[rest] > number]
+        better = rows[rest - rank[rest] + number]
+        pairs = np.empty(len(rest), EDGE)
+        pairs["worse"], pairs["better"], pairs["quality"] = rows["sample"][rest], better["sample"], better["quality"]
+        yield np.unique(pairs)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Texts are compared by their shingles."""
+
+    min_similarity: float
+
+    def payloads(self, partitions: Partitions, ids: Ids) -> list[bytes]:
+        """The texts."""
+        return [text.encode("utf-8", "surrogatepass") for text in read_texts(partitions.index, ids)]
+
+    def is_same(self, worse: Sequence[bytes], better: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Whether they are nearly the same text."""
+        pairs = zip(worse, better, strict=True)
+        decoded = [[text.decode("utf-8", "surrogatepass") for text in pair] for pair in pairs]
+        return np.array([similarity(*pair) >= self.min_similarity for pair in decoded], bool)
+
+
+def _drop_followers(found: _Found, partition: int) -> dict[str, int]:
+    followers = read_leaders(found.step.partitions, found.leaders, partition)
+    dropper = found.step.dropper(partition)
+    dropper.drop(followers["worse"], "near-duplicate text", followers["leader"])
+    return dropper.close()

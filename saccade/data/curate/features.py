@@ -24,17 +24,9 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from saccade.data.curate.image_hash import (
-    HASH_BYTES,
-    NUM_VIEWS,
-    SIDE,
-    THUMBNAIL_BYTES,
-    small_picture,
-    thumbnails,
-    view_hashes,
-)
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_features import NUM_BANDS, minhash_bands, text_hash, text_statistics
+from saccade.data.curate.thumbnails import SIDE, THUMBNAIL_BYTES, small_picture, thumbnails
 from saccade.data.index import ShardIndex
 from saccade.data.index_files import ShardEntry, ShardProgress, note_for, parquet_name
 from saccade.data.jobs import Workers, run_jobs
@@ -45,7 +37,8 @@ from saccade.errors import DataError, ImageError
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the features; shards whose file has another version are measured again."""
+"""Version of the features; shards whose file has another version are measured again. Files of this version may have a
+column `hashes`, which is not read."""
 CONTENT_BYTES = 16
 TEXT_BAND_BYTES = 4 * NUM_BANDS
 
@@ -53,7 +46,6 @@ SCHEMA = pa.schema(
     {
         "image_error": pa.string(),  # why an image of the sample cannot be decoded
         "contents": pa.list_(pa.binary(CONTENT_BYTES)),  # xxh3_128 of the bytes, of each image
-        "hashes": pa.list_(pa.binary(NUM_VIEWS * HASH_BYTES)),  # perceptual hashes, of each image
         "thumbnails": pa.list_(pa.binary(THUMBNAIL_BYTES)),  # thumbnail, of each image
         "text_error": pa.string(),  # why the sample has no usable text
         "is_conversation": pa.bool_(),  # questions or messages, as opposed to captions
@@ -85,7 +77,7 @@ def shard_features(index: ShardIndex, shard: int) -> pa.Table:
         sample = index.read_sample(shard, row)
         pictures[row] = _measure_images(sample, rows[row])
         _measure_text(sample, rows[row])
-    _add_image_hashes(rows, pictures)
+    _add_thumbnails(rows, pictures)
     _add_text_bands(rows)
     return pa.Table.from_pylist(rows, SCHEMA)
 
@@ -137,13 +129,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**64  # not NaN either
 
 
-def _add_image_hashes(rows: list[dict[str, Any]], pictures: list[list[NDArray[np.uint8]]]) -> None:
-    """Add hashes and thumbnails of all images of the shard."""
+def _add_thumbnails(rows: list[dict[str, Any]], pictures: list[list[NDArray[np.uint8]]]) -> None:
+    """Add the thumbnails of all images of the shard."""
     every = [picture for each in pictures for picture in each]
-    stacked = np.stack(every) if every else np.zeros((0, SIDE, SIDE, 3), np.uint8)
-    hashes, thumbs = iter(view_hashes(stacked)), iter(thumbnails(stacked))
+    thumbs = iter(thumbnails(np.stack(every) if every else np.zeros((0, SIDE, SIDE, 3), np.uint8)))
     for features, each in zip(rows, pictures, strict=True):
-        features["hashes"] = [next(hashes).tobytes() for _ in each]
         features["thumbnails"] = [next(thumbs).tobytes() for _ in each]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.data.curate.image_hash import split_thumbnails
+from saccade.data.curate.thumbnails import split_thumbnails
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Curate a shard folder. Every step is restartable, and only the first one reads pixels.
+"""Curate a shard folder, on this machine or on a Ray cluster. Every stage resumes, and only the first reads pixels.
 
     features (features.py)  ->  rules (rules.py)  ->  evaluation sets, duplicates  ->  index/decisions/
 
@@ -6,38 +6,47 @@ Every dropped sample has exactly one reason: that of the first rule it breaks, i
 shared by many images, in evaluation set, exact duplicate, near-duplicate image, near-duplicate text. Each of these
 steps sees only the samples that the earlier steps kept, so the one that is kept of a group has passed all earlier
 rules.
+
+The work is done in partitions of the samples (`partitions.py`), by jobs that exchange rows through files in
+`index/curation-.../` (`exchange.py`). This process has counts only, and the decisions do not depend on the number of
+partitions or workers, nor on what was killed on the way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from saccade.config import encode
 from saccade.data.curate import duplicates
-from saccade.data.curate.contamination import find_shown, load_all_samples
-from saccade.data.curate.features import measure_features, read_features
-from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, apply_rules, in_order, scores_of
-from saccade.data.curate.sample_table import SampleTable, by_shard, load_samples
+from saccade.data.curate.contamination import EvaluationSet, find_shown
+from saccade.data.curate.duplicates import Step
+from saccade.data.curate.exchange import Rows, Runner
+from saccade.data.curate.features import is_measured, measure_features, read_features
+from saccade.data.curate.partitions import Partitions
+from saccade.data.curate.rules import SCORE_COLUMNS, apply_rules, in_order, scores_of
+from saccade.data.curate.sample_table import first_of_shard, rows_of, shards_of
 from saccade.data.curate.settings import CurationSettings
 from saccade.data.decisions import finish_decisions, write_decisions
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.index_files import ShardProgress
-from saccade.data.order import Ints
-from saccade.data.shards import ShardWriter
+from saccade.data.jobs import Workers
+from saccade.data.shards import ShardPath, ShardWriter
 from saccade.data.storage import is_remote
 from saccade.errors import DataError
 
 logger = logging.getLogger(__name__)
+_VERSION = 1
+"""Raised when a stage finds something else: what an earlier version left is not used then."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,9 @@ class CurationReport:
     instance."""
     damaged: dict[str, str]
     """Damaged shards, and where."""
+    quarantined: dict[str, str]
+    """Shards without features, since measuring them ended a worker three times, and how; none of their samples are
+    kept."""
 
 
 def curate(
@@ -65,133 +77,218 @@ def curate(
     *,
     num_workers: int | None = None,
     ray_address: str | None = None,
+    num_partitions: int | None = None,
     on_progress: Callable[[ShardProgress], None] | None = None,
     write_to: str | Path | None = None,
 ) -> CurationReport:
     """Decide which samples of a shard folder are kept; the decisions apply wherever the folder is read.
 
-    Runs on this machine, or on a Ray cluster with `ray_address`. `on_progress` is called after each measured shard.
-    With `write_to` the kept samples are also copied, byte for byte, into new shards in that folder, which must not
-    exist.
+    Runs on this machine, or on a Ray cluster with `ray_address`, whose machines then write features and decisions of
+    remote shards next to these. An interrupted curation resumes. `num_partitions` None is one for each 262,144 samples.
+    `on_progress` is called after each measured shard. With `write_to` the kept samples are also copied, byte for byte,
+    into new shards in that folder, which must not exist.
     """
     if write_to is not None and (is_remote(str(write_to)) or Path(write_to).exists()):
         raise DataError(f"{write_to}: exists already, or is remote. Choose a new local folder for the kept samples")
-    index = open_index(path, num_workers=num_workers)
+    index = open_index(path, num_workers=num_workers, ray_address=ray_address, index_folder=_shared(path, ray_address))
     measured = measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
-    decisions = _Decisions(index, settings, num_workers)
-    samples = load_samples(index, [reasons == None for reasons in decisions.reasons])  # noqa: E711 (elementwise)
-    logger.info("%s: %d of %d samples pass the rules", index.path, len(samples), len(index))
-    samples = _drop_shared_texts(samples, decisions, settings)
-    samples = _drop_evaluation_images(samples, decisions, settings, num_workers, ray_address)
-    samples = _drop_duplicates(samples, decisions, settings)
-    dropped, absent_scores = decisions.write()
+    report = decide(
+        index,
+        settings,
+        num_workers=num_workers,
+        ray_address=ray_address,
+        num_partitions=num_partitions,
+        quarantined=measured.quarantined,
+        num_measured=measured.num_shards,
+    )
     if write_to is not None:
         _write_kept(index, Path(write_to))
-    num_shared = duplicates.num_shared_images(samples)
-    return CurationReport(
-        len(index), len(samples), dropped, absent_scores, measured.num_shards, num_shared, index.damaged
-    )
+    return report
 
 
-class _Decisions:
-    """The reason of every dropped sample, shard by shard, and for duplicates the sample each repeats."""
-
-    def __init__(self, index: ShardIndex, settings: CurationSettings, num_workers: int | None) -> None:
-        self._index, self._settings = index, settings
-        with ThreadPoolExecutor(num_workers) as pool:
-            shards = range(len(index.shards))
-            self.reasons: list[Reasons] = list(pool.map(lambda shard: apply_rules(index, shard, settings), shards))
-        self._repeats: dict[int, list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]] = {}
-
-    def drop(
-        self, samples: SampleTable, is_dropped: NDArray[np.bool_], reason: str, repeated: Ints | None = None
-    ) -> SampleTable:
-        """Drop samples; returns the others."""
-        dropped = np.flatnonzero(is_dropped)
-        for shard, positions in by_shard(samples.shards[dropped]):
-            here = dropped[positions]
-            self.reasons[shard][samples.rows[here]] = reason
-            if repeated is not None:
-                original = repeated[here]
-                self._repeats.setdefault(shard, []).append(
-                    (samples.rows[here], samples.shards[original], samples.rows[original])
-                )
-        return samples.subset(~is_dropped)
-
-    def write(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Write decisions and summary; returns dropped samples by reason, and samples without a score."""
-        dropped: Counter[str] = Counter()
-        absent: Counter[str] = Counter()
-        num_kept = 0
-        for shard in range(len(self._index.shards)):
-            table = self._table(shard)
-            num_kept += write_decisions(self._index, shard, table)
-            dropped.update(reason for reason in table["reason"].to_pylist() if reason is not None)
-            absent.update({name: table[name].null_count for name in self._settings.scores})
-        by_reason = in_order(dropped)
-        counts = {"samples": len(self._index), **by_reason, "kept": num_kept}
-        finish_decisions(self._index, settings=encode(self._settings), counts=counts)
-        absent = +absent
-        for name, number in absent.items():
-            kept_or_dropped = "kept" if self._settings.scores[name].when_absent == "keep" else "dropped"
-            logger.warning("%d samples have no score %s and are %s", number, name, kept_or_dropped)
-        return by_reason, dict(absent)
-
-    def _table(self, shard: int) -> pa.Table:
-        """The decisions on a shard: keep, reason, the scores in use, and the better sample that a duplicate repeats.
-
-        That sample, named by shard and row, may itself repeat another one.
-        """
-        reasons = pa.array(self.reasons[shard], pa.string())
-        features = read_features(self._index, shard, SCORE_COLUMNS)
-        scores = {name: pa.array(scores_of(features, name), from_pandas=True) for name in self._settings.scores}
-        names = np.full(len(reasons), None, object)
-        rows = np.full(len(reasons), None, object)
-        for repeating, shards, originals in self._repeats.get(shard, []):
-            names[repeating] = [self._index.shards[original] for original in shards]
-            rows[repeating] = originals
-        columns = {"keep": reasons.is_null(), "reason": reasons, **scores}
-        return pa.table(
-            columns | {"repeats_shard": pa.array(names, pa.string()), "repeats_row": pa.array(rows, pa.int32())}
-        )
+def _shared(path: str | Path, ray_address: str | None) -> str | None:
+    """The folder of the index, if other machines write it."""
+    folder = ShardPath.parse(path).folder
+    return f"{folder}/index" if ray_address is not None and is_remote(folder) else None
 
 
-def _drop_shared_texts(samples: SampleTable, decisions: _Decisions, settings: CurationSettings) -> SampleTable:
-    if settings.max_images_per_text is None:
-        return samples
-    first = duplicates.first_of_equals(samples.text_hashes)
-    num_shared = np.bincount(first[~samples.is_conversation], minlength=len(samples))[first]
-    is_shared = ~samples.is_conversation & (num_shared > settings.max_images_per_text)
-    return decisions.drop(samples, is_shared, "text shared by many images")
-
-
-def _drop_evaluation_images(
-    samples: SampleTable,
-    decisions: _Decisions,
+def decide(
+    index: ShardIndex,
     settings: CurationSettings,
-    num_workers: int | None,
-    ray_address: str | None,
-) -> SampleTable:
-    for path in settings.evaluation_sets:
-        evaluation = load_all_samples(path, num_workers=num_workers, ray_address=ray_address, on_progress=None)
-        found, _, _ = find_shown(samples, evaluation)
-        is_shown = np.zeros(len(samples), bool)
-        is_shown[found] = True
-        samples = decisions.drop(samples, is_shown, "in evaluation set")
-    return samples
-
-
-def _drop_duplicates(samples: SampleTable, decisions: _Decisions, settings: CurationSettings) -> SampleTable:
-    steps = (
-        ("exact duplicate", settings.exact_duplicates, duplicates.exact_duplicates),
-        ("near-duplicate image", settings.near_duplicate_images, duplicates.near_duplicate_images),
-        ("near-duplicate text", settings.near_duplicate_texts, duplicates.near_duplicate_texts),
+    *,
+    num_workers: int | None = None,
+    ray_address: str | None = None,
+    num_partitions: int | None = None,
+    quarantined: Mapping[str, str] | None = None,
+    num_measured: int = 0,
+) -> CurationReport:
+    """Decide on the samples of shards that have features, or are quarantined."""
+    quarantined = dict(quarantined or {})
+    num_samples = len(index)
+    num = num_partitions or Partitions.needed(num_samples)
+    sets = [_open_evaluation_set(path, num_workers, ray_address) for path in settings.evaluation_sets]
+    described = repr(
+        (
+            _VERSION,
+            index.fingerprint,
+            encode(settings),
+            num,
+            sorted(quarantined),
+            [each.index.fingerprint for each in sets],
+        )
     )
-    for reason, is_wanted, find in steps:
+    name = f"curation-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+    folder = index.location.written.sub(name)
+    partitions = Partitions(index, settings, folder, num)
+    workers = Workers(num_workers=1 if num == 1 else num_workers, ray_address=ray_address)
+    runner = Runner(folder, workers)
+    before: tuple[str, ...] = ()
+    for step_name, is_wanted, run in _steps(frozenset(quarantined), sets, settings):
         if is_wanted:
-            repeated = find(samples, settings)
-            samples = decisions.drop(samples, repeated != np.arange(len(samples)), reason, repeated)
-    return samples
+            run(runner, Step(partitions, step_name, before))
+            before = (*before, step_name)
+    num_shared = duplicates.count_shared_images(runner, Step(partitions, "kept", before))
+    results = runner.run("decisions", _write_decisions, Step(partitions, "decisions", before), num)
+    report = _report(index, settings, results, num_measured, num_shared, quarantined)
+    folder.remove()
+    return report
+
+
+def _steps(
+    quarantined: frozenset[str], sets: list[EvaluationSet], settings: CurationSettings
+) -> list[tuple[str, bool, Callable[[Runner, Step], None]]]:
+    """The steps in order, and whether the settings ask for them."""
+    return [
+        ("rules", True, lambda runner, step: _run_rules(runner, step, quarantined)),
+        ("shared-text", settings.max_images_per_text is not None, duplicates.drop_shared_texts),
+        ("evaluation", bool(sets), lambda runner, step: _run_evaluation(runner, step, sets)),
+        ("exact", settings.exact_duplicates, duplicates.drop_exact_duplicates),
+        ("near-image", settings.near_duplicate_images, duplicates.drop_near_duplicate_images),
+        ("near-text", settings.near_duplicate_texts, duplicates.drop_near_duplicate_texts),
+    ]
+
+
+def _open_evaluation_set(path: str, num_workers: int | None, ray_address: str | None) -> EvaluationSet:
+    index = open_index(path, num_workers=num_workers, ray_address=ray_address, index_folder=_shared(path, ray_address))
+    measure_features(index, num_workers=num_workers, ray_address=ray_address)
+    return EvaluationSet(index)
+
+
+# ------------------------------------------------------------------ jobs
+
+
+@dataclass(frozen=True)
+class _Rules:
+    step: Step
+    quarantined: frozenset[str]
+
+
+def _run_rules(runner: Runner, step: Step, quarantined: frozenset[str]) -> None:
+    runner.run(step.name, _drop_by_rules, _Rules(step, quarantined), step.partitions.num_partitions)
+
+
+def _drop_by_rules(rules: _Rules, partition: int) -> dict[str, int]:
+    partitions = rules.step.partitions
+    dropper = rules.step.dropper(partition)
+    for shard in partitions.shards(partition):
+        if partitions.index.shards[shard] in rules.quarantined:
+            reasons = np.full(int(partitions.index.sizes[shard]), "quarantined shard", object)
+        else:
+            reasons = apply_rules(partitions.index, shard, partitions.settings)
+        for reason in sorted(set(reasons.tolist()) - {None}):
+            rows = np.flatnonzero(reasons == reason).astype(np.uint64)
+            dropper.drop(first_of_shard(shard) | (rows << np.uint64(16)), reason)
+    return dropper.close()
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    step: Step
+    sets: list[EvaluationSet]
+
+
+def _run_evaluation(runner: Runner, step: Step, sets: list[EvaluationSet]) -> None:
+    runner.run(step.name, _drop_evaluation_images, _Evaluation(step, sets), step.partitions.num_partitions)
+
+
+def _drop_evaluation_images(work: _Evaluation, partition: int) -> dict[str, int]:
+    dropper = work.step.dropper(partition)
+    for samples in work.step.kept(partition):
+        is_shown = np.zeros(len(samples), bool)
+        for evaluation in work.sets:
+            is_shown[find_shown(samples, evaluation.samples())[0]] = True
+        dropper.drop(samples.ids[is_shown], "in evaluation set")
+    return dropper.close()
+
+
+def _write_decisions(step: Step, partition: int) -> dict[str, Any]:
+    """Write the decisions on the shards of a partition; returns their counts."""
+    partitions, index = step.partitions, step.partitions.index
+    dropped = partitions.dropped(partition, step.before)
+    reasons, absent, kept = Counter[str](), Counter[str](), {}
+    for shard in partitions.shards(partition):
+        first, last = np.searchsorted(dropped["sample"], [first_of_shard(shard), first_of_shard(shard + 1)])
+        table = _decisions(partitions, shard, dropped[first:last])
+        kept[index.shards[shard]] = write_decisions(index, shard, table)
+        reasons.update(reason for reason in table["reason"].to_pylist() if reason is not None)
+        absent.update({name: table[name].null_count for name in partitions.settings.scores})
+    return {"reasons": reasons, "absent": absent, "kept": kept}
+
+
+def _decisions(partitions: Partitions, shard: int, dropped: Rows) -> pa.Table:
+    """The decisions on a shard: keep, reason, the scores in use, and the better sample that a duplicate repeats.
+
+    That sample, named by shard and row, may itself repeat another one.
+    """
+    index, num = partitions.index, int(partitions.index.sizes[shard])
+    reasons, names, originals = (np.full(num, None, object) for _ in range(3))
+    rows = rows_of(dropped["sample"])
+    reasons[rows] = np.array(partitions.reasons, object)[dropped["reason"]]
+    repeating = dropped[dropped["repeats"]]
+    names[rows_of(repeating["sample"])] = [index.shards[each] for each in shards_of(repeating["original"]).tolist()]
+    originals[rows_of(repeating["sample"])] = rows_of(repeating["original"])
+    if partitions.settings.scores and is_measured(index, shard):
+        features = read_features(index, shard, SCORE_COLUMNS)
+        scores = {name: pa.array(scores_of(features, name), from_pandas=True) for name in partitions.settings.scores}
+    else:
+        scores = {name: pa.nulls(num, pa.float64()) for name in partitions.settings.scores}
+    reason = pa.array(reasons, pa.string())
+    columns = {"keep": reason.is_null(), "reason": reason, **scores}
+    return pa.table(
+        columns | {"repeats_shard": pa.array(names, pa.string()), "repeats_row": pa.array(originals, pa.int32())}
+    )
+
+
+def _report(
+    index: ShardIndex,
+    settings: CurationSettings,
+    results: list[dict[str, Any]],
+    num_measured: int,
+    num_shared: int,
+    quarantined: dict[str, str],
+) -> CurationReport:
+    """Add up what the partitions decided, and make the decisions valid."""
+    dropped, absent, kept = Counter[str](), Counter[str](), dict[str, int]()
+    for result in results:
+        dropped.update(result["reasons"])
+        absent.update(result["absent"])
+        kept.update(result["kept"])
+    by_reason, num_kept = in_order(dropped), sum(kept.values())
+    counts = {"samples": len(index), **by_reason, "kept": num_kept}
+    finish_decisions(index, settings=encode(settings), counts=counts, kept=kept)
+    for name, number in (+absent).items():
+        kept_or_dropped = "kept" if settings.scores[name].when_absent == "keep" else "dropped"
+        logger.warning("%d samples have no score %s and are %s", number, name, kept_or_dropped)
+    return CurationReport(
+        num_samples=len(index),
+        num_kept=num_kept,
+        dropped=by_reason,
+        absent_scores=dict(+absent),
+        num_measured=num_measured,
+        num_shared_images=num_shared,
+        damaged=index.damaged,
+        quarantined=quarantined,
+    )
 
 
 def _write_kept(index: ShardIndex, target: Path) -> None:

@@ -22,9 +22,9 @@ from saccade.data.curate.settings import CurationSettings
 from saccade.data.index import ShardIndex
 
 REASONS = (
-    "animated image", "unreadable sample", "no image", "image too small", "image too large", "aspect ratio",
-    "corrupt image", "unusable text", "text too short", "text too long", "boilerplate text", "pattern in text",
-    "repetitive text",
+    "quarantined shard", "animated image", "unreadable sample", "no image", "image too small", "image too large",
+    "aspect ratio", "corrupt image", "unusable text", "text too short", "text too long", "boilerplate text",
+    "pattern in text", "repetitive text",
     "blocked word", "other language", "score", "text shared by many images", "in evaluation set", "exact duplicate",
     "near-duplicate image", "near-duplicate text",
 )  # fmt: skip

@@ -1,13 +1,10 @@
-"""Fingerprints of images: hashes to find likely copies by, a thumbnail to verify them with.
+"""Small pictures of images, to find copies by and to verify them with.
 
-    bytes  ->  32x32 RGB  ->  four perceptual hashes (32 bytes each)  +  thumbnail: 32x32 luma, 8x8 chroma (1,152 bytes)
+    bytes  ->  32x32 RGB  ->  thumbnail: 32x32 luma, 8x8 chroma (1,152 bytes)
 
-A hash is the signs of 255 low DCT coefficients. Four views of an image are hashed: whole, mirrored, its central 95 %,
-and that mirrored; a copy shares a band of bits with one of them. Sharing a band only makes a candidate:
-`image_match.py` aligns the two thumbnails and decides.
-
+`image_search.py` finds likely copies among any number of thumbnails, `image_match.py` aligns two and decides.
 `descriptors` are unit vectors of 63 low DCT coefficients, for comparing every image of one set with every image of
-another: their cosine survives overlays and larger crops that break a hash.
+another, where overlays count too.
 """
 
 from __future__ import annotations
@@ -24,24 +21,11 @@ from saccade.processor.image import MediaLimits, load_image
 
 SIDE = 32
 """Side of the small image that all features are computed from."""
-HASH_BYTES = 32
-NUM_VIEWS = 4
 THUMBNAIL_BYTES = SIDE * SIDE + 2 * 8 * 8
 
-_LOW = 16  # DCT coefficients per axis that are hashed
-_LOWEST = 8  # and per axis of a descriptor
-_SILENT = 3.0
-"""Grey levels; a smaller coefficient may be encoder noise. At 2 copies of blurred images are missed, at 4 pages of text
-collide."""
+_LOWEST = 8  # DCT coefficients per axis of a descriptor
 _FLAT = 30.0  # norm of the descriptor of an image without structure: its cosine with anything is near zero
-_CENTRE = 0.95  # share of each side in the cropped views
 _DECODED_SIDE = 64  # JPEGs are decoded at the smallest scale that leaves both sides this long
-_BAND_BITS = 25
-"""Bits of each of the 10 bands that tile the hash. They distinguish pages of text, whose coarse structure is the same.
-"""
-_NUM_TILES = 10
-_COARSE_BITS, _COARSE_BAND_BITS, _NUM_COARSE = 80, 20, 24  # bands of 20 of the 80 coarsest bits, which survive crops
-NUM_BANDS = _NUM_TILES + _NUM_COARSE
 
 
 def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
@@ -63,7 +47,7 @@ def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
 def _shrink(pixels: NDArray[np.uint8], box: tuple[float, float, float, float]) -> NDArray[np.uint8]:
     """Resize with a triangle filter, whose weights vary smoothly with the size.
 
-    Copies have half as many different bits as with a box filter.
+    Copies differ half as much as with a box filter.
     """
     image = Image.fromarray(pixels)
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0))
@@ -103,18 +87,6 @@ def _is_rotated(data: bytes) -> bool:
 # ------------------------------------------------------------------ features of many small images at once
 
 
-def view_hashes(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[n, 4, 32] from [n, 32, 32, 3]: signs of the 255 lowest coefficients of each view, coarse to fine."""
-    luma, order = _luma(pictures), _coarse_to_fine()
-    signs = np.arange(_LOW) % 2 * -2 + 1  # mirroring negates the odd columns
-    views = []
-    for matrix in (_dct_matrix(_LOW), _dct_matrix(_LOW) @ _crop_matrix(_CENTRE)):
-        coefficients = matrix @ luma @ matrix.T
-        views += [coefficients, coefficients * signs]
-    bits = np.stack(views, 1).reshape(len(pictures), NUM_VIEWS, _LOW * _LOW)[..., order] > _SILENT
-    return np.ascontiguousarray(np.packbits(bits, axis=2))
-
-
 def thumbnails(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[n, 1152] from [n, 32, 32, 3]: 32x32 luma, then 8x8 of both colour differences around 128."""
     num = len(pictures)
@@ -134,26 +106,9 @@ def split_thumbnails(thumbnails: NDArray[np.uint8]) -> tuple[NDArray[np.float32]
 
 def descriptors(luma: NDArray[np.float32], centre: float = 1.0) -> NDArray[np.float32]:
     """[n, 63] unit vectors from the central part of [n, 32, 32]; shorter for an image without structure."""
-    matrix = _dct_matrix(_LOWEST) @ _crop_matrix(centre)
+    matrix = dct_matrix(_LOWEST) @ _crop_matrix(centre)
     vectors = (matrix @ luma @ matrix.T).reshape(len(luma), -1)[:, 1:]
     return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _FLAT), np.float32)
-
-
-def band_keys(hashes: NDArray[np.uint8], band: int) -> NDArray[np.uint32]:
-    """[n]: the bits of one band of [n, 32] hashes."""
-    if band < _NUM_TILES:
-        byte, bit = divmod(band * _BAND_BITS, 8)
-        window = np.ascontiguousarray(hashes[:, byte : byte + 4]).view(">u4").reshape(-1).astype(np.uint32)
-        return (window >> np.uint32(32 - _BAND_BITS - bit)) & np.uint32(2**_BAND_BITS - 1)
-    bits = np.unpackbits(hashes[:, : _COARSE_BITS // 8], axis=1)[:, _coarse_bands()[band - _NUM_TILES]]
-    packed = np.packbits(bits, axis=1)
-    return np.asarray(packed.astype(np.uint32) @ (256 ** np.arange(packed.shape[1])[::-1]).astype(np.uint32))
-
-
-def hash_distances(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """[n] bits in which [n, 32] hashes differ."""
-    differing: NDArray[np.uint8] = np.bitwise_count(one.view(np.uint64) ^ other.view(np.uint64))
-    return np.asarray(differing.sum(axis=1, dtype=np.int64))
 
 
 def _luma(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -161,7 +116,7 @@ def _luma(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 @cache
-def _dct_matrix(num_rows: int) -> NDArray[np.float32]:
+def dct_matrix(num_rows: int) -> NDArray[np.float32]:
     """[rows, 32]: the first rows of the orthonormal DCT."""
     row, column = np.arange(num_rows)[:, None], np.arange(SIDE)[None]
     matrix = np.cos(np.pi * (2 * column + 1) * row / (2 * SIDE)) * np.sqrt(2 / SIDE)
@@ -174,17 +129,3 @@ def _crop_matrix(centre: float) -> NDArray[np.float32]:
     """[32, 32]: linear interpolation of the central part of a line."""
     positions = ((np.arange(SIDE) * 2 + 1) / SIDE - 1) * centre * (SIDE / 2) + (SIDE - 1) / 2
     return np.asarray(np.maximum(0, 1 - np.abs(positions[:, None] - np.arange(SIDE))), np.float32)
-
-
-@cache
-def _coarse_to_fine() -> NDArray[np.int64]:
-    """Coefficients by diagonal, without the mean."""
-    cells = sorted((row + column, row, column) for row in range(_LOW) for column in range(_LOW))
-    return np.array([row * _LOW + column for _, row, column in cells[1:]])
-
-
-@cache
-def _coarse_bands() -> NDArray[np.int64]:
-    """[24, 20]: the bits of each coarse band, drawn once, the same on every machine."""
-    random = np.random.Generator(np.random.PCG64(20240229))
-    return np.stack([np.sort(random.permutation(_COARSE_BITS)[:_COARSE_BAND_BITS]) for _ in range(_NUM_COARSE)])
