@@ -29,7 +29,7 @@ class Observer:
         self._last = (x, name)
 
     def forget_tensors(self) -> None:
-        """At the end of a batch: its memory may be reused for another tensor."""
+        """Forget the rows of a batch that has ended: their memory may be reused for another tensor."""
         self._last = None
 
 

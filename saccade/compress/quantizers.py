@@ -179,7 +179,7 @@ class Grid:
         return scaled.to(torch.float8_e4m3fn) if self.scheme.form == "fp8" else scaled.round().to(torch.int8)
 
     def stored(self, values_ND: Tensor) -> QuantizedWeight:
-        """These values with the scales of the grid."""
+        """The stored form of rounded values, with the scales of the grid."""
         return QuantizedWeight(self.scheme, values_ND, self.scale, self.zero_point)
 
     def clipped(self, weight_ND: Tensor, statistics: InputStatistics) -> Grid:

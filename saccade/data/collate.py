@@ -1,4 +1,4 @@
-"""From sample references to a packed sequence: read, verify, decode, pack.
+"""Turn sample references into a packed sequence: read, verify, decode, pack.
 
     SampleRef -> verified bytes -> conversation -> tokens, patches in the memory of the sequence -> PackedSequence
 

@@ -203,7 +203,7 @@ def _collate_here(collator: Collator, sequence: SequenceRefs) -> CollateResult:
 
 
 class _Reader:
-    """From the sequences of this rank to batches."""
+    """Turn the sequences of this rank into batches."""
 
     def __init__(self, sampler: BatchSampler, sources: Sequence[IndexedSource], config: StreamConfig) -> None:
         self._sampler, self._sources, self._config = sampler, sources, config

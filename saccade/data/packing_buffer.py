@@ -100,7 +100,7 @@ class PackingBuffer:
 
     @staticmethod
     def of(table: Ints, sequences: Sequence[Sequence[int]], too_large: Sequence[int]) -> PackingBuffer:
-        """From columns of `SampleRef`s and the columns of each sequence."""
+        """Build a buffer from columns of `SampleRef`s and the columns of each sequence."""
         starts = np.cumsum([0, *map(len, sequences)], dtype=np.int32)
         columns = [column for sequence in sequences for column in sequence]
         return PackingBuffer(table[:, [*columns, *too_large]].T.astype(np.int32), starts)

@@ -59,7 +59,7 @@ class SamplingParams:
     """Form of the output: JSON, a regular expression, choices or a grammar (or a dict of the fields). The output ends
     when it is complete, or at `max_tokens`."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for each prompt token. The request does not use the prefix cache."""
+    """The same as `logprobs` for each prompt token. The request does not use the prefix cache."""
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -37,7 +37,7 @@ class Step:
     """What a step asks for."""
 
     actions: tuple[Action, ...]
-    """To be carried out in this order."""
+    """Actions in the order in which they are carried out."""
     models: tuple[ModelView, ...]
     """View for the fronts."""
     decisions: tuple[dict[str, Any], ...]

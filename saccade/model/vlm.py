@@ -34,7 +34,7 @@ class VLM(nn.Module):
         self.tie_head()
 
     def tie_head(self) -> None:
-        """Share the embedding with a tied head. To be repeated after parameters were replaced."""
+        """Share the embedding with a tied head. Call it again after parameters were replaced."""
         if self.config.tied_head:
             self.head.tie(self.language.embed_tokens)
 

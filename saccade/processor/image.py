@@ -58,7 +58,7 @@ _SWAPPING_TRANSPOSES = (
     Image.Transpose.TRANSVERSE,
     Image.Transpose.ROTATE_90,
 )
-"""Those that swap width and height."""
+"""The orientations that swap width and height."""
 _START_OF_SCAN = b"\xff\xda"
 _USUAL_SCANS = 10
 """Scans of a progressive JPEG as libjpeg writes it."""

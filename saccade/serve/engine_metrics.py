@@ -19,6 +19,29 @@ if TYPE_CHECKING:
     from saccade.serve.admission import Admission
     from saccade.serve.engine_owner import EngineOwner
 
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "num_prompt"),
+    ("vllm:generation_tokens", "Output tokens.", "num_output_tokens"),
+    ("vllm:num_preemptions", "Preemptions: requests that lost their pages.", "num_preemptions"),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were checked.", "num_draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", "num_accepted_draft_tokens"),
+    ("saccade:engine_steps", "Engine steps.", "num_steps"),
+    ("saccade:images_encoded", "Images that the vision encoder has encoded.", "num_images_encoded"),
+    ("saccade:engine_failures", "Requests that failed in the engine core.", "num_failures"),
+    ("saccade:cuda_graph_late_captures", "CUDA graphs captured while serving: each delays a step.",
+     "num_late_captures"),
+    ("saccade:kernel_late_compiles", "Kernels compiled, or read from the cache, while serving: each delays a step.",
+     "num_late_compiles"),
+    ("saccade:eager_steps", "Steps that fell back to running without a CUDA graph.", "num_eager_steps"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+    ("vllm:mm_cache_queries", "Images looked up in the processed-image cache.", "num_images"),
+    ("vllm:mm_cache_hits", "Images found there, or in work for another request.", "num_known_images"),
+    ("saccade:encoder_cache_queries", "Images looked up in the encoder cache.", "num_encoder_cache_queries"),
+    ("saccade:encoder_cache_hits", "Images found there.", "num_encoder_cache_hits"),
+    ("saccade:worker_crashes", "Preprocessing workers that crashed or were killed.", "num_worker_crashes"),
+)  # fmt: skip
+"""Name, documentation, and the number that it exports: of the core's statistics, or of `_counted`."""
 _STATES = ("loading", "ready", "restarting", "draining", "failed", "stopped")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -45,7 +68,9 @@ class ModelCollector:
         )
         now = self._owner.state
         states = {state: float(now == state) for state in _STATES}
-        yield self._gauges("saccade:server_state", "1 for the state the model is in.", "state", states)
+        yield self._metric(
+            GaugeMetricFamily, "saccade:server_state", "1 for the state the model is in.", states, "state"
+        )
         if (admission := self._admission()) is not None:
             yield from self._bounds(admission)
         engine = self.engine
@@ -53,96 +78,39 @@ class ModelCollector:
             return
         with self._lock:
             core = self._totals.update(engine.statistics)
-        yield from self._core(core)
+        images = engine.preprocessing_statistics
+        for name, documentation, number in _COUNTERS:
+            yield self._counter(name, documentation, (core | _counted(core, images))[number])
         yield from self._ranks(engine.statistics.ranks)
-        yield from self._caches(core, engine.statistics, engine.preprocessing_statistics)
+        yield from self._images(engine.statistics, images)
         yield from self._pages(engine)
         yield from self._queues(engine)
 
     def _bounds(self, admission: Admission) -> Iterator[Metric]:
-        yield self._gauges(
-            "saccade:admission_usage", "How much of each bound on open requests is in use, 0 to 1.", "bound",
-            admission.usage,
+        yield self._metric(
+            GaugeMetricFamily, "saccade:admission_usage",
+            "How much of each bound on open requests is in use, 0 to 1.", admission.usage, "bound",
         )  # fmt: skip
-        refused = CounterMetricFamily(
-            "saccade:admission_refusals",
-            "Requests refused with 429 because a bound was reached.",
-            labels=[*self._labels, "bound"],
-        )
-        for bound, count in admission.num_refused.items():
-            refused.add_metric([*self._labels.values(), bound], count)
-        yield refused
-
-    def _core(self, core: Mapping[str, int]) -> Iterator[Metric]:
-        num_prompt = core["num_prompt_tokens"] + core["num_cached_tokens"]
-        for name, documentation, value in (
-            ("vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", num_prompt),
-            ("vllm:generation_tokens", "Output tokens.", core["num_output_tokens"]),
-            ("vllm:num_preemptions", "Preemptions: requests that lost their pages.", core["num_preemptions"]),
-            ("vllm:spec_decode_num_draft_tokens", "Draft tokens that were checked.", core["num_draft_tokens"]),
-            (
-                "vllm:spec_decode_num_accepted_tokens",
-                "Draft tokens that were accepted.",
-                core["num_accepted_draft_tokens"],
-            ),
-            ("saccade:engine_steps", "Engine steps.", core["num_steps"]),
-            ("saccade:images_encoded", "Images that the vision encoder has encoded.", core["num_images_encoded"]),
-            ("saccade:engine_failures", "Requests that failed in the engine core.", core["num_failures"]),
-            (
-                "saccade:cuda_graph_late_captures",
-                "CUDA graphs captured while serving: each delays a step.",
-                core["num_late_captures"],
-            ),
-            (
-                "saccade:kernel_late_compiles",
-                "Kernels compiled, or read from the cache, while serving: each delays a step.",
-                core["num_late_compiles"],
-            ),
-            ("saccade:eager_steps", "Steps that fell back to running without a CUDA graph.", core["num_eager_steps"]),
-        ):
-            yield self._counter(name, documentation, value)
+        yield self._metric(
+            CounterMetricFamily, "saccade:admission_refusals",
+            "Requests refused with 429 because a bound was reached.", admission.num_refused, "bound",
+        )  # fmt: skip
 
     def _ranks(self, ranks: Sequence[tuple[int, float]]) -> Iterator[Metric]:
         """The ranks of a tensor-parallel engine; nothing for one rank."""
         if not ranks:
             return
         numbered = {str(rank): values for rank, values in enumerate(ranks)}
-        yield self._gauges(
-            "saccade:rank_memory_bytes", "Memory of a rank when it was ready.", "rank",
-            {rank: num_bytes for rank, (num_bytes, _) in numbered.items()},
+        yield self._metric(
+            GaugeMetricFamily, "saccade:rank_memory_bytes", "Memory of a rank when it was ready.",
+            {rank: num_bytes for rank, (num_bytes, _) in numbered.items()}, "rank",
         )  # fmt: skip
-        waits = CounterMetricFamily(
-            "saccade:rank_wait_seconds", "Time that rank 0 has waited for a rank.", labels=[*self._labels, "rank"]
-        )
-        for rank, (_, wait_s) in numbered.items():
-            waits.add_metric([*self._labels.values(), rank], wait_s)
-        yield waits
+        yield self._metric(
+            CounterMetricFamily, "saccade:rank_wait_seconds", "Time that rank 0 has waited for a rank.",
+            {rank: wait_s for rank, (_, wait_s) in numbered.items()}, "rank",
+        )  # fmt: skip
 
-    def _caches(self, core: Mapping[str, int], now: Statistics, images: PreprocessingStatistics) -> Iterator[Metric]:
-        num_prompt = core["num_prompt_tokens"] + core["num_cached_tokens"]
-        num_hits = images.num_cache_hits + images.num_shared
-        for name, documentation, value in (
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_prompt),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", core["num_cached_tokens"]),
-            (
-                "vllm:mm_cache_queries",
-                "Images looked up in the processed-image cache.",
-                images.num_processed + num_hits,
-            ),
-            ("vllm:mm_cache_hits", "Images found there, or in work for another request.", num_hits),
-            (
-                "saccade:encoder_cache_queries",
-                "Images looked up in the encoder cache.",
-                core["num_encoder_cache_queries"],
-            ),
-            ("saccade:encoder_cache_hits", "Images found there.", core["num_encoder_cache_hits"]),
-            (
-                "saccade:worker_crashes",
-                "Preprocessing workers that crashed or were killed.",
-                images.num_worker_crashes,
-            ),
-        ):
-            yield self._counter(name, documentation, value)
+    def _images(self, now: Statistics, images: PreprocessingStatistics) -> Iterator[Metric]:
         yield self._gauge(
             "saccade:processed_image_cache_bytes", "Size of the processed-image cache.", images.cached_bytes
         )
@@ -182,31 +150,43 @@ class ModelCollector:
             "waiting": core.num_waiting,
             "running": core.num_running,
         }
-        yield self._gauges("saccade:requests_by_stage", "Requests in each stage of the server.", "stage", stages)
+        name, documentation = "saccade:requests_by_stage", "Requests in each stage of the server."
+        yield self._metric(GaugeMetricFamily, name, documentation, stages, "stage")
 
     # -------------------------------------------------------------- metrics with the labels of the model
 
     def _counter(self, name: str, documentation: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, documentation, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+        return self._metric(CounterMetricFamily, name, documentation, {"": value})
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, documentation, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+        return self._metric(GaugeMetricFamily, name, documentation, {"": value})
 
-    def _gauges(self, name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:
-        """Return a gauge with one more label, and its values by that label."""
-        family = GaugeMetricFamily(name, documentation, labels=[*self._labels, label])
+    def _metric(
+        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, documentation: str,
+        values: Mapping[Any, float], label: str | None = None,
+    ) -> Metric:  # fmt: skip
+        """Return a metric, with its values by one more label if that is given."""
+        more = [] if label is None else [label]
+        family = kind(name, documentation, labels=[*self._labels, *more])
         for key, value in values.items():
-            family.add_metric([*self._labels.values(), key], value)
+            family.add_metric([*self._labels.values(), *(more and [key])], value)
         return family
 
     def _histogram(self, name: str, documentation: str, times: TimeHistogram) -> Metric:
         family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), list(times.cumulative()), times.total_s)
         return family
+
+
+def _counted(core: Mapping[str, int], images: PreprocessingStatistics) -> dict[str, int]:
+    """Return the numbers of `_COUNTERS` that are no statistics of the core."""
+    num_known = images.num_cache_hits + images.num_shared
+    return {
+        "num_prompt": core["num_prompt_tokens"] + core["num_cached_tokens"],
+        "num_images": images.num_processed + num_known,
+        "num_known_images": num_known,
+        "num_worker_crashes": images.num_worker_crashes,
+    }
 
 
 def memory_of(engines: Iterable[Engine]) -> Metric:

@@ -42,7 +42,7 @@ class CommunicationReport:
     """Where the time of the profiled steps went, on one rank. Times are in microseconds."""
 
     elapsed: float
-    """From the first interval to the end of the last one."""
+    """Time from the first interval to the end of the last one."""
     compute: float
     """Time in which compute ran."""
     exposed: float

@@ -154,7 +154,7 @@ class _StopMatcher:
 
 
 def _fallback(stop: str) -> list[int]:
-    """For each number of matched characters, the next smaller number that also matches their end."""
+    """The next smaller number of matched characters that also matches their end, for each such number."""
     fallback = [0, 0]
     for character in stop[1:]:
         num = fallback[-1]

@@ -139,7 +139,7 @@ class FleetModels(Models):
         return Chosen(self._entries[model.name, version].service, adapter, experiment, variant)
 
     def _loaded(self, model: ModelView, versions: list[str]) -> list[str]:
-        """Those versions that this front can use by now; all of them if it can use none."""
+        """The versions that this front can use by now; all of them if it can use none."""
         owners = {name: self._entries[model.name, name].owner for name in versions}
         loaded = [name for name, owner in owners.items() if owner.state == "ready"]
         for name in model.shares.keys() & owners.keys() - set(loaded):

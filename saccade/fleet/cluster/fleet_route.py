@@ -62,7 +62,7 @@ class VersionStatus(Wire):
     patches: int = 0
     """Patches of images in requests."""
     patches_resident: int = 0
-    """Those of images that the replica had."""
+    """Patches of images that the replica had."""
 
 
 class ModelStatus(Wire):

@@ -57,15 +57,15 @@ class LocalBackend:
     def tokenize(
         self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
     ) -> Future[list[int]]:
-        """As `PromptProcessor.tokenize`."""
+        """See `PromptProcessor.tokenize`."""
         return self._text.submit(self._processor.tokenize, messages, continue_final_message, tools)
 
     def encode(self, text: str) -> Future[list[int]]:
-        """As `PromptProcessor.encode`."""
+        """See `PromptProcessor.encode`."""
         return self._text.submit(self._processor.encode, text)
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
-        """As `PromptProcessor.patchify`."""
+        """See `PromptProcessor.patchify`."""
         return self._images.submit(self._processor.patchify, task)
 
     def close(self) -> None:
@@ -117,11 +117,11 @@ class ProcessBackend:
     def tokenize(
         self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
     ) -> Future[list[int]]:
-        """As `PromptProcessor.tokenize`."""
+        """See `PromptProcessor.tokenize`."""
         return self._submit_text({"conversation": [messages, continue_final_message, tools]})
 
     def encode(self, text: str) -> Future[list[int]]:
-        """As `PromptProcessor.encode`."""
+        """See `PromptProcessor.encode`."""
         return self._submit_text({"text": text})
 
     def _submit_text(self, task: dict[str, Any]) -> Future[list[int]]:
@@ -129,7 +129,7 @@ class ProcessBackend:
         return self._texts[bisect.bisect_left(_TEXT_BYTES, job.num_bytes)].submit(job)
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
-        """As `PromptProcessor.patchify`."""
+        """See `PromptProcessor.patchify`."""
         size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
         return self._images.submit(ImageJob(task, self._checks, self._timeout_s * math.ceil(size)))
 

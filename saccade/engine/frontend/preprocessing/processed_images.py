@@ -29,7 +29,7 @@ class ProcessedImages:
     def __init__(
         self, backend: LocalBackend | ProcessBackend, config: PreprocessingConfig, cache_bytes: int, max_read_ahead: int
     ) -> None:
-        """At most `max_read_ahead` images wait for a worker; `get` waits while there are more."""
+        """`max_read_ahead`: images that may wait for a worker; `get` waits while there are more."""
         self._backend, self._config = backend, config
         self._read_ahead = ReadAhead(_READ_AHEAD_BYTES, max_read_ahead)
         self._lock = threading.Lock()
