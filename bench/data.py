@@ -28,23 +28,7 @@ import numpy as np
 Item = tuple[bytes, bytes]
 """An image and its text, both encoded."""
 
-WORDS = [
-    "a",
-    "the",
-    "red",
-    "old",
-    "small",
-    "dog",
-    "house",
-    "tree",
-    "street",
-    "woman",
-    "runs",
-    "sits",
-    "near",
-    "photo",
-    "of",
-]
+WORDS = "a the red old small dog house tree street woman runs sits near photo of".split()
 
 
 # ------------------------------------------------------------------ the same samples in three layouts

@@ -145,24 +145,10 @@ def _version():
 # ------------------------------------------------------------------ extras
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OPTIONAL = [
-    "pyarrow",
-    "daft",
-    "aiohttp",
-    "fsspec",
-    "xxhash",
-    "gguf",
-    "fastapi",
-    "uvicorn",
-    "uvloop",
-    "httptools",
-    "orjson",
-    "prometheus_client",
-    "starlette",
-    "llguidance",
-    "huggingface_hub",
-    "av",
-]
+OPTIONAL = (
+    "pyarrow daft aiohttp fsspec xxhash gguf fastapi uvicorn uvloop httptools orjson prometheus_client starlette "
+    "llguidance huggingface_hub av"
+).split()
 """What a plain installation lacks. torch brings fsspec, but nothing of ours may rely on it."""
 
 _BLOCKER = """

@@ -295,15 +295,4 @@ def _scores(folder: Path, config: "EvaluationConfig", device: str) -> dict[str, 
     }
 
 
-_SHOWN = (
-    "bleu_4",
-    "cider",
-    "rouge_l",
-    "vqa_accuracy",
-    "exact_match",
-    "accuracy",
-    "perplexity",
-    "anls",
-    "relaxed_accuracy",
-    "f1",
-)
+_SHOWN = tuple("bleu_4 cider rouge_l vqa_accuracy exact_match accuracy perplexity anls relaxed_accuracy f1".split())

@@ -26,20 +26,7 @@ MAX_TOOL_DEPTH = 64
 """Levels of nesting of a schema or of arguments."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TRUSTED_KEYS = frozenset(
-    [
-        "type",
-        "function",
-        "name",
-        "description",
-        "parameters",
-        "properties",
-        "required",
-        "items",
-        "enum",
-        "arguments",
-        "id",
-        "tool_calls",
-    ]
+    "type function name description parameters properties required items enum arguments id tool_calls".split()
 )
 """Keys that a template looks up: they stay as they are, whatever characters control tokens begin with."""
 

@@ -129,27 +129,7 @@ def training_inputs(prompt, output) -> ModelInputs:
 
 
 PICTURES = [picture(56, 56, 1), picture(84, 56, 2), picture(112, 140, 3), picture(28, 28, 4), picture(60, 90, 5)]
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "red",
-    "blue",
-    "sits",
-    "runs",
-    "under",
-    "over",
-    "what",
-    "is",
-    "this",
-    "colour",
-    "how",
-    "many",
-    "please",
-    "tell",
-    "me",
-]
+WORDS = "the a cat dog red blue sits runs under over what is this colour how many please tell me".split()
 
 
 def conversation(rng: random.Random, *, num_images: int, num_words: int, prefix: str = "") -> list[dict]:

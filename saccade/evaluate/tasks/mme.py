@@ -18,18 +18,7 @@ from saccade.evaluate.tasks.task import Record, answer_of
 from saccade.evaluate.tasks.yes_no import YesNo
 
 _CATEGORIES = {
-    "perception": [
-        "existence",
-        "count",
-        "position",
-        "color",
-        "posters",
-        "celebrity",
-        "scene",
-        "landmark",
-        "artwork",
-        "OCR",
-    ],
+    "perception": "existence count position color posters celebrity scene landmark artwork OCR".split(),
     "cognition": ["commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning"],
 }
 

@@ -19,24 +19,7 @@ from PIL import Image
 Images = Literal["unique", "repeated", "mixed", "none"]
 SHAPES = ((1 / 3, 1 / 3), (1 / 2, 1 / 2), (1 / 2, 3 / 4), (2 / 3, 2 / 3), (2 / 3, 1), (1, 2 / 3), (1, 1))
 """Height and width of mixed images, as shares of the longest side."""
-_WORDS = [
-    "red",
-    "blue",
-    "car",
-    "tree",
-    "left",
-    "right",
-    "over",
-    "under",
-    "the",
-    "a",
-    "is",
-    "what",
-    "how",
-    "many",
-    "see",
-    "and",
-]
+_WORDS = "red blue car tree left right over under the a is what how many see and".split()
 
 
 @dataclass(frozen=True)
