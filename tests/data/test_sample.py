@@ -208,7 +208,7 @@ json_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from("role from content value type text question answer image".split()),  # noqa: SIM905
+            st.sampled_from("role from content value type text question answer image".split()),
             inner,
             max_size=4,
         )
