@@ -67,7 +67,7 @@ def add_rms_norm_quant_reference(
 
 
 @triton.jit
-def _normalize(
+def normalize(
     x: tl.tensor, weight: tl.tensor, eps: tl.tensor, D: tl.constexpr, dtype: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """(y, rstd) of rows x [ROWS, BLOCK_D] in fp32; columns past D are zero."""
@@ -111,7 +111,7 @@ def _forward_kernel(
     if HAS_RESIDUAL:
         row += tl.load(residual + rows[:, None] * residual_stride + d[None, :], mask=mask, other=0.0)
         tl.store(total + offset, row, mask=mask)
-    out, row_rstd = _normalize(row.to(tl.float32), w, eps, D, dtype)
+    out, row_rstd = normalize(row.to(tl.float32), w, eps, D, dtype)
     if LARGEST_VALUE > 0:
         # scale = max |y| / largest; q = round(y / scale)
         out = out.to(dtype).to(tl.float32)

@@ -41,6 +41,10 @@ class NormedSum:
         """The norm."""
         return self._compute()
 
+    @normed.setter
+    def normed(self, normed_TD: Tensor) -> None:
+        self._normed_TD = normed_TD
+
     @property
     def total(self) -> Tensor:
         """x + residual. After a projection has read the norm, it costs nothing."""

@@ -10,7 +10,7 @@ divides the tokens of the residual stream, serving needs neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -108,6 +108,10 @@ class Exchange(Protocol):
 
     def leave(self, x_TD: Tensor) -> Tensor:
         """This rank's part of the output of attention or MLP to the residual stream: the sum over the ranks."""
+        ...
+
+    def leave_before(self, norm: Any) -> Callable[[Tensor], Tensor]:
+        """`leave` of an output that without gradients nothing but this norm reads, which may then compute the sum."""
         ...
 
     def collect(self, x_TD: Tensor) -> Tensor:

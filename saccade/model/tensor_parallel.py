@@ -171,8 +171,8 @@ def connect(model: VLM, exchange: Exchange) -> None:
     """Let a divided model communicate: around attention and MLP, and by hooks of embedding, decoder and head."""
     language: Any = model.language
 
-    def around(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, *inputs: exchange.leave(forward(exchange.enter(x), *inputs))
+    def around(forward: Callable[..., Tensor], leave: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda x, *inputs: leave(forward(exchange.enter(x), *inputs))
 
     def divide(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x_TD, attend, features = inputs
@@ -182,9 +182,12 @@ def connect(model: VLM, exchange: Exchange) -> None:
     language.embed_tokens.register_forward_hook(lambda _, __, out_TD: exchange.total(out_TD))
     language.register_forward_pre_hook(divide)
     language.register_forward_hook(lambda _, __, out_TD: exchange.collect(out_TD))
-    for layer in language.layers:
-        for module in (layer.self_attn, layer.mlp):
-            module.forward = around(module.forward)
+    next_norms = [*(layer.input_layernorm for layer in language.layers[1:]), language.norm]
+    for layer, next_norm in zip(language.layers, next_norms, strict=True):
+        is_last = next_norm is language.norm  # tokens are selected between its attention and its norm
+        leave = exchange.leave if is_last else exchange.leave_before(layer.post_attention_layernorm)
+        layer.self_attn.forward = around(layer.self_attn.forward, leave)
+        layer.mlp.forward = around(layer.mlp.forward, exchange.leave_before(next_norm))
     head_shard = model.head.shard
     assert head_shard is not None, "the model is divided"
     model.head.register_forward_pre_hook(lambda _, inputs: exchange.share(inputs[0]))
@@ -214,6 +217,10 @@ class GroupExchange:
         """See `Exchange`."""
         dist.all_reduce(x_TD, group=self.group)
         return x_TD
+
+    def leave_before(self, norm: Any) -> Callable[[Tensor], Tensor]:
+        """See `Exchange`."""
+        return self.leave
 
     def collect(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""

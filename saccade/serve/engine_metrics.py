@@ -33,6 +33,8 @@ _COUNTERS = (
     ("saccade:kernel_late_compiles", "Kernels compiled, or read from the cache, while serving: each delays a step.",
      "num_late_compiles"),
     ("saccade:eager_steps", "Steps that fell back to running without a CUDA graph.", "num_eager_steps"),
+    ("saccade:rank_fallback_steps", "Steps of several GPUs that cannot access each other's memory.",
+     "num_fallback_steps"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
     ("vllm:mm_cache_queries", "Images looked up in the processed-image cache.", "num_images"),

@@ -19,7 +19,7 @@ gradients. What `enter` has gathered is not saved for backward but gathered agai
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,10 @@ class TrainingExchange:
     def leave(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
         return _exchanged(x_TD, self.reduce_scatter, self._all_tokens(len(x_TD)))
+
+    def leave_before(self, norm: Any) -> Callable[[Tensor], Tensor]:
+        """See `Exchange`."""
+        return cast(Callable[[Tensor], Tensor], self.leave)
 
     def collect(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine import mixed_requests
+from engine import gathered_peers, mixed_requests
 from engine.making_adapters import write_adapters
 from engine.shared_ranks import SharedRanks, checked_collectives, planted
 from engine.tiny import core_of, make_core, plain, request_of, run_all
@@ -37,9 +37,10 @@ def ranks():
     """Two ranks; requests with some names fail on rank 1 (`planted_faults.py`)."""
     threads, tests = torch.get_num_threads(), str(Path(__file__).parents[1])
     torch.set_num_threads(1)
-    with planted(f"import sys; sys.path.insert(0, {tests!r}); from engine.planted_faults import plant; plant()"):
+    plant = "from engine import gathered_peers, planted_faults; gathered_peers.plant(); planted_faults.plant()"
+    with planted(f"import sys; sys.path.insert(0, {tests!r}); {plant}"):
         shared = SharedRanks(2)
-    with shared:
+    with shared, gathered_peers.planted():
         yield shared
         pids = shared.pids
     assert not shared.deaths
@@ -107,6 +108,12 @@ def check_family(ranks, folder, seed, *, count=10):
 @pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: shape.name)
 def test_tokens_of_every_family_are_those_of_one_rank(ranks, tmp_path, shape):
     check_family(ranks, make_checkpoint(tmp_path / "checkpoint", shape), seed=len(shape.name))
+
+
+def test_sums_that_the_next_norm_computes_give_the_tokens_of_one_rank(ranks, tmp_path):
+    """Those of few tokens; prompts are longer. Features of images are added between a sum and its norm (deepstack)."""
+    with gathered_peers.used():
+        check_family(ranks, make_checkpoint(tmp_path / "checkpoint", OTHER_SHAPES[4]), seed=5)
 
 
 def mixed_round(ranks, tmp_path, family, seeds, num_requests):
@@ -228,6 +235,11 @@ def test_a_request_that_fails_on_one_rank_alone_fails_and_the_others_get_their_t
     assert core.statistics.finished["failed"] == 1
     assert core.scheduler.is_idle_clean()
     core.close()
+
+
+def test_a_request_that_fails_before_a_norm_computes_its_sum_fails_alone(ranks, folder):
+    with gathered_peers.used():
+        test_a_request_that_fails_on_one_rank_alone_fails_and_the_others_get_their_tokens(ranks, folder, "late layer")
 
 
 def test_a_request_that_fails_on_the_leader_alone_fails_and_the_others_get_their_tokens(ranks, folder, monkeypatch):

@@ -1,17 +1,20 @@
-"""Ranks on GPUs: two on one card over gloo, and NCCL in CUDA graphs with one rank."""
+"""Ranks on GPUs: two on one card, over its memory and over gloo, and NCCL in CUDA graphs with one rank."""
 
+import contextlib
 import datetime
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine.shared_ranks import SharedRanks
+from engine.shared_ranks import SharedRanks, planted
 from engine.test_tensor_parallel import requests_of
 from engine.tiny import make_core, plain, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
+from saccade.engine.device import loading
 from saccade.engine.device.loading import make_runner
 from saccade.engine.device.rank_exchange import RankExchange
 from saccade.engine.device.runner import PixelScale
@@ -36,14 +39,32 @@ def prompt_logprobs(found):
     return torch.tensor([entry.logprob for one in found for entry in one.prompt_logprobs])
 
 
-def test_two_ranks_on_one_card_have_the_log_probabilities_of_one(folder):
-    """NCCL refuses two ranks on a card, so they use gloo, which runs eagerly."""
+@contextlib.contextmanager
+def without_memory_of_peers():
+    """Inside the `with` block the ranks that start, and the leader, open none."""
+    program = "from saccade.engine.device import loading; loading.open_peers = lambda *_: None"
+    with planted(program), patch.object(loading, "open_peers", lambda *_: None):
+        yield
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_two_ranks_on_one_card_have_the_log_probabilities_of_one(folder, way):
+    """NCCL refuses two ranks on a card. Small sums go through its memory (CUDA IPC), the rest over gloo, eagerly."""
     config = EngineConfig(**(vars(CONFIG) | {"cuda_graphs": False}))
     prompts, outputs = plain(folder, 3, 12, 12)
     requests = requests_of(prompts, outputs, prompt_logprobs=0)
-    with SharedRanks(2, device="cuda:0") as ranks:
+    with (
+        without_memory_of_peers() if way == "gloo" else contextlib.nullcontext(),
+        SharedRanks(2, device="cuda:0") as ranks,
+    ):
         core = ranks.core(folder, config)
         ours = run_all(core, requests, at_once=4)
+        forward, peers = core._runner.forward_pass, ranks.exchange.peers
+        assert (peers is None) == (way == "gloo")
+        assert (forward.num_fallback_steps == 0) == (way == "memory")
+        if peers is not None:
+            assert int(peers.uses[0]) > 10 * len(requests), "sums of one token and more"
+            assert not int(peers.uses[-1]), "no rank was lost"
         core.close()
         assert not ranks.deaths
     theirs = run_all(make_core(folder, config, device="cuda"), requests, at_once=4)

@@ -1,8 +1,11 @@
 """A model whose matrices are divided over tensor ranks computes the logits of the whole one, in every storage form."""
 
 import itertools
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from saccade.errors import ConfigError, UserError
 from saccade.model import load_model
 from saccade.model.adapters import AdapterBank, load_adapter
 from saccade.model.attention import PackedAttention
-from saccade.model.checkpoint_reader import _Runs
+from saccade.model.checkpoint_reader import _Runs, read_tensors, tensor_files
 from saccade.model.fake_quantized_linear import FakeQuantizedLinear
 from saccade.model.families import family_of, named_size, named_sizes
 from saccade.model.linear import Linear
@@ -199,6 +202,33 @@ def test_a_split_inside_a_packed_word_is_refused():
 
 
 # ------------------------------------------------------------------ parts of files
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], *FAMILIES], ids=lambda shape: shape.name)
+def test_all_ranks_together_read_the_folder_once_and_whole_tensors_once_more_each(shape, tmp_path):
+    """Bytes of the files that ranks ask for: a key/value head that several hold counts as whole tensors do."""
+    folder = make_checkpoint(tmp_path / "model", shape)
+    config, files = meta_model(folder)[0].config.language, tensor_files(folder)
+    stored = {name: tensor.nbytes for name, tensor in read_tensors(files, files, torch.device("cpu"))}
+    for size in possible_ranks(config)[1:3]:
+        num_read = Counter()
+
+        def counted(*arguments, num_read=num_read):
+            for name, tensor in read_tensors(*arguments):
+                num_read[name] += tensor.nbytes
+                yield name, tensor
+
+        with patch("saccade.model.weights.read_tensors", counted):
+            for rank in range(size):
+                model = load_model(folder, device="cpu", tensor_rank=TensorRank(rank, size))
+        shards, family = tensor_slices(model), family_of(folder)
+        for name, num_bytes in stored.items():
+            copies = size
+            if family.name_in_model(name) in shards:
+                copies = max(1, size // config.num_kv_heads) if re.search("[kv]_proj", name) else 1
+            assert num_read[name] == num_bytes * copies, name
+        replicated = sum(num_bytes for name, num_bytes in stored.items() if num_read[name] > num_bytes)
+        assert sum(num_read.values()) <= sum(stored.values()) + replicated * (size - 1)
 
 
 @pytest.mark.parametrize("part", [(), (slice(None), slice(None)), (slice(1, 3),), (slice(None), slice(2, 5))])

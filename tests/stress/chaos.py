@@ -2,11 +2,13 @@
 
     PYTHONPATH=tests python -m stress.chaos [--requests 10000] [--clients 24] [--seed 0] [--device cpu] [--log FILE]
                                             [--out FILE] [--media-kills 60] [--core-kills 10] [--front-kills 4 | --soak]
+                                            [--ranks 1]
 
 Starts `saccade serve` on a tiny model. Clients send text and images, broken ones too, with random sampling parameters,
 streamed and not, and some leave in the middle. Meanwhile media workers, the engine core and the front are killed with
 SIGKILL at random; the front is started again as a service manager would. The last third of the requests has no kill of
-the front: there memory is measured. `--soak` kills nothing: memory must stay flat over many requests.
+the front: there memory is measured. `--soak` kills nothing: memory must stay flat over many requests. With several
+ranks (`--ranks`) a kill of the core kills one of them, the leader or a follower.
 
 A request has ended once if its stream has exactly one `[DONE]`, or its answer is whole JSON, or it was refused or
 failed with a typed code. A broken connection is an ending only if the front was killed meanwhile. Every request id is
@@ -50,6 +52,8 @@ ANSWER_S = 180.0
 """Time within which a request must have ended."""
 WORKERS = "preprocessing.worker initialize"
 """Text in the command line of media workers and of the process that forks them."""
+RANKS = ("saccade.engine.transport.process", "saccade.engine.ranks.follower")
+"""Texts in the command lines of the core, which is rank 0, and of the other ranks."""
 RETRY_S = 1.0
 """Pause of a client that was refused."""
 REFUSALS = ("engine_restarting", "loading", "overloaded")
@@ -182,10 +186,11 @@ class Chaos:
         self.result.num_media_kills += 1
 
     async def kill_core(self):
-        """Kill the engine core and wait until the server is ready again."""
+        """Kill the engine core, or one of its ranks, and wait until the server is ready again."""
         killed_at = time.perf_counter()
-        for pid in find(self._server, "saccade.engine.transport.process"):
-            kill(pid)
+        ranks = [pid for marker in RANKS for pid in find(self._server, marker)]
+        if ranks:
+            kill(self._rng.choice(ranks))
         while await asyncio.to_thread(self._server.is_ready):
             await asyncio.sleep(0.01)
         while not await asyncio.to_thread(self._server.is_ready):
@@ -352,6 +357,7 @@ def main():
     parser.add_argument("--core-kills", type=int, default=10)
     parser.add_argument("--front-kills", type=int, default=4)
     parser.add_argument("--soak", action="store_true", help="kill nothing")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the engine")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path)
@@ -359,7 +365,8 @@ def main():
     options = parser.parse_args()
     kills = {"media": options.media_kills, "core": options.core_kills, "front": options.front_kills}
     kills = {} if options.soak else kills
-    with tiny_server(*OPTIONS, "--device", options.device, log=options.log) as server:
+    ranks = ("--tensor-parallel-size", str(options.ranks))
+    with tiny_server(*OPTIONS, *ranks, "--device", options.device, log=options.log) as server:
         found = run_loop(
             measure(server, requests=options.requests, clients=options.clients, kills=kills, seed=options.seed)
         )

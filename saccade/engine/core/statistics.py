@@ -41,6 +41,8 @@ class Statistics:
     """Steps that ran without a CUDA graph on a GPU that uses them."""
     ranks: Sequence[tuple[int, float]] = ()
     """Memory in bytes of each rank of a tensor-parallel engine, and the seconds that rank 0 has waited for it."""
+    num_fallback_steps: int = 0
+    """Steps of several GPUs that cannot access each other's memory, which is faster for sums of few tokens."""
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0
@@ -114,6 +116,7 @@ class StatisticsCounter:
             statistics.num_late_compiles,
             statistics.num_eager_steps,
             statistics.ranks,
+            statistics.num_fallback_steps,
         ) = runner.counters()
         statistics.step_s = budget.expected_ms(1) / 1e3
         statistics.token_s = budget.token_ms / 1e3

@@ -54,6 +54,8 @@ class DeviceCounters(NamedTuple):
     num_eager_steps: int
     ranks: tuple[RankCounters, ...] = ()
     """The ranks of a tensor-parallel engine."""
+    num_fallback_steps: int = 0
+    """Steps of several GPUs that cannot access each other's memory."""
 
 
 class Adapter(Protocol):

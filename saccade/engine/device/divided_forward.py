@@ -73,6 +73,13 @@ class DividedForwardPass(ForwardPass):
             self.graphs = CudaGraphs(self.run_captured, agree=self._agree)
         own_size = self._head_shard.stop - self._head_shard.start
         self._own_logits = torch.empty(self.max_samples, own_size, dtype=model.dtype, device=self._device)
+        self.num_fallback_steps = 0
+        """Forward passes on GPUs that cannot access each other's memory, which small sums would use."""
+
+    def run(self, chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs]) -> Logits:
+        """See `ForwardPass`."""
+        self.num_fallback_steps += self._device.type == "cuda" and self._exchange.peers is None
+        return super().run(chunks, requests)
 
     def _agree(self, is_captured: bool) -> bool:
         return self._exchange.least(int(is_captured), self._device) == 1

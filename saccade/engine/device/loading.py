@@ -12,6 +12,7 @@ import torch
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.kv_cache import bytes_per_page, kv_shape, pages_for
+from saccade.engine.device.peer_memory import open_peers
 from saccade.engine.device.rank_exchange import RankExchange
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.sampler import penalty_bytes
@@ -69,6 +70,7 @@ def make_runner(
     """A runner of a loaded model. On a CPU the weights are prepacked in place."""
     prepack_storage(model)
     if exchange is not None:
+        exchange.peers = open_peers(exchange, model.config.language.hidden_size, model.dtype)
         connect(model, exchange)
     context_length = model.config.language.max_positions
     if config.max_length is not None and config.max_length > context_length:

@@ -87,7 +87,7 @@ def join_group(rank: int, devices: Sequence[str], store: str) -> RankExchange:
         timeout=timedelta(seconds=_LOADING_S),
         device_id=device if uses_nccl else None,
     )
-    return RankExchange(rank, size)
+    return RankExchange(rank, size, devices)
 
 
 def allocated_bytes(device: str) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from saccade.engine.core.grammar.masks import GrammarMasks
 from saccade.engine.core.step import Chunk, EncodeResult, ImageToEncode, StepPlan
 from saccade.engine.core.step_runner import DeviceCounters, RankCounters
+from saccade.engine.device.divided_forward import DividedForwardPass
 from saccade.engine.device.forward import Logits
 from saccade.engine.device.image_runner import ImageRunner, PassImage
 from saccade.engine.device.results import StepHandle
@@ -164,8 +165,11 @@ class LeadingRunner(Runner):
 
     def counters(self) -> DeviceCounters:
         """See `Runner`."""
-        found = super().counters()
-        return found if self._followers is None else found._replace(ranks=self._followers.counters())
+        found, forward = super().counters(), self.forward_pass
+        if self._followers is None:
+            return found
+        assert isinstance(forward, DividedForwardPass), "a leading runner has several ranks"
+        return found._replace(ranks=self._followers.counters(), num_fallback_steps=forward.num_fallback_steps)
 
     def prepare_more(self) -> bool:
         """See `Runner`. All ranks capture the same sizes of a forward pass."""
