@@ -30,6 +30,11 @@ class PoisonList:
         while len(self._until) > _MAX_DIGESTS:
             del self._until[next(iter(self._until))]
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a request may be refused. Without this, every prompt would be hashed."""
+        return bool(self._until)
+
     def has(self, digest: bytes) -> bool:
         """Whether a request is refused."""
         until = self._until.get(digest)

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from saccade.engine.core.encoder_cache import salted
 from saccade.engine.media import EncodedImage
@@ -37,8 +37,8 @@ _PATCHES_PER_TOKEN = 4
 class EncoderCalls(Protocol):
     """Calls to the encoder replicas of one version; `ray_calls.py` makes them through Ray's handle."""
 
-    def encode(self, replica: str, message: bytes, media: Any) -> Awaitable[tuple[bytes, bytes]]:
-        """Have an image encoded, given a reference to the bytes of its media."""
+    def encode(self, replica: str, message: bytes, media: Awaitable[bytes]) -> Awaitable[tuple[bytes, bytes]]:
+        """Have an image encoded, given the bytes of its media."""
 
     def wake(self) -> None:
         """Have a replica started, if the pool has none. May be called as often as one likes."""
@@ -71,8 +71,8 @@ class EncoderPool:
         self._names = names
 
     async def encode(
-        self, sent: SentRequest, numbers: Sequence[int], media: Sequence[Any], own_s: Callable[[int], float],
-        traceparent: str | None = None,
+        self, sent: SentRequest, numbers: Sequence[int], media: Sequence[Awaitable[bytes]],
+        own_s: Callable[[int], float], traceparent: str | None = None,
     ) -> dict[int, EncodedImage]:  # fmt: skip
         """Images of a request that the pool has encoded in time, by the number of their task.
 
@@ -102,7 +102,7 @@ class EncoderPool:
         return pool_s <= engine_s
 
     def _image(
-        self, sent: SentRequest, number: int, num_patches: int, media: Any, traceparent: str | None
+        self, sent: SentRequest, number: int, num_patches: int, media: Awaitable[bytes], traceparent: str | None
     ) -> asyncio.Task[EncodedImage]:
         """The task that asks for an image, which requests share."""
         task, salt = sent.tasks[number], sent.request.salt
@@ -119,7 +119,7 @@ class EncoderPool:
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.warning("an image was not encoded by the pool: %r", error)
 
-    async def _ask(self, key: bytes, message: bytes, num_patches: int, media: Any) -> EncodedImage:
+    async def _ask(self, key: bytes, message: bytes, num_patches: int, media: Awaitable[bytes]) -> EncodedImage:
         """Choose a replica, and ask it for an image."""
         request = RoutedRequest(
             id=str(next(self._ids)), version=self._version.name, prompt_tokens=0, output_tokens=0,

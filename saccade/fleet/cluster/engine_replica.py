@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 
 from saccade.engine.host import EngineHost
@@ -17,6 +18,7 @@ from saccade.fleet.cluster.encoder_pool import EncoderPool
 from saccade.fleet.cluster.engine_setup import EngineSetup
 from saccade.fleet.cluster.names import ENCODER
 from saccade.fleet.cluster.ray_calls import RayEncoderCalls
+from saccade.fleet.cluster.replica_server import ReplicaServer
 from saccade.fleet.cluster.replica_service import ReplicaService
 from saccade.fleet.cluster.replica_tracing import replica_tracer
 from saccade.fleet.cluster.running_replicas import watch
@@ -61,33 +63,18 @@ class EngineReplica:
             self._name, version, host, tracer=replica_tracer(made, self._name),
             open_pool=None if encoders is None else partial(open_pool, version, encoders),
         )  # fmt: skip
+        self._server = ReplicaServer(self._service, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         logger.info("replica %s of %s %s is ready", self._name, made.model, version.name)
 
     async def channel(self, front: str, replica: str) -> AsyncIterator[bytes]:
-        """Messages for a front, until it leaves."""
-        self._check(replica)
-        async for message in self._service.channel(front):
-            yield message
-
-    async def submit(self, front: str, message: bytes, media: Sequence[Any], replica: str) -> None:
-        """Take a request. Media are references to bytes in Ray's object store."""
-        self._check(replica)
-        await self._service.submit(front, message, media)
-
-    async def cancel(self, front: str, request_ids: Sequence[str], replica: str) -> None:
-        """Cancel requests of a front."""
-        self._check(replica)
-        await self._service.cancel(front, request_ids)
-
-    async def heartbeat(self, front: str, replica: str | None) -> None:
-        """Note that a front is alive. A call that names no replica starts one, if the pool has none."""
-        if replica is not None:
-            self._check(replica)
-            await self._service.heartbeat(front)
-
-    def _check(self, replica: str) -> None:
+        """Address at which a front connects. The call lasts until the front leaves: Ray stops no replica in a call."""
         if replica != self._name:
             raise WrongReplicaError(f"replica {replica} is gone; this is {self._name}")
+        yield self._server.address().to_bytes()
+        await self._service.hold(front)
+
+    async def wake(self, replica: None) -> None:
+        """Answer a call that starts a replica, if the pool has none."""
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Load of this replica; Ray passes it to the scaling policy."""

@@ -32,6 +32,9 @@ class FleetCore:
         self._counted = Statistics()
         """What this front has sent and got; counted in the event loop."""
         self._replicas, self._loop, self._adapters, self._on_outputs = replicas, loop, adapters, on_outputs
+        self._num_prompt_tokens: dict[str, int] = {}
+        """Prompt tokens of open requests."""
+        replicas.on_outputs_of_front = self._pass_on
         self._is_closed = False
 
     @property
@@ -46,8 +49,8 @@ class FleetCore:
             case AddRequest() if self._is_closed:
                 self._on_outputs([_failed(message.request.id, _CLOSED)])
             case AddRequest():
-                on_outputs = partial(self._pass_on, len(message.request.token_ids))
-                self._loop.call_soon_threadsafe(partial(self._replicas.send, message, on_outputs))
+                self._num_prompt_tokens[message.request.id] = len(message.request.token_ids)
+                self._loop.call_soon_threadsafe(partial(self._replicas.send, message))
             case EndRequest() if not self._is_closed:
                 self._loop.call_soon_threadsafe(partial(self._replicas.end, message.request_id, message.reason))
             case AddAdapter() if message.name in self._adapters:
@@ -55,14 +58,15 @@ class FleetCore:
             case AddAdapter() | RemoveAdapter():
                 self._on_outputs([_failed(message.reply_id, _ADAPTERS)])
 
-    def _pass_on(self, num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> None:
-        """Count the outputs of one request, and pass them on."""
+    def _pass_on(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count outputs of requests, and pass them on."""
         counted = self._counted
         for output in outputs:
             counted.num_output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 counted.num_failures += output.failure is not None
                 counted.num_cached_tokens += output.num_cached_tokens
+                num_prompt_tokens = self._num_prompt_tokens.pop(output.request_id)
                 counted.num_prompt_tokens += num_prompt_tokens - output.num_cached_tokens
         self._on_outputs(outputs)
 

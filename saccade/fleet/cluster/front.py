@@ -14,7 +14,7 @@ from ray import serve
 from saccade.config import decode, encode
 from saccade.fleet.cluster.front_server import FrontServer
 from saccade.fleet.cluster.names import CONTROLLER, controller_app
-from saccade.fleet.cluster.ray_calls import connect
+from saccade.fleet.cluster.ray_calls import RayCalls
 from saccade.fleet.probes import Probe
 from saccade.log import set_up_logging
 from saccade.serve.config import ServeConfig
@@ -53,7 +53,7 @@ class Front:
         self._controller: Any = None
         self._app = controller_app(made.fleet)
         self._server = FrontServer(
-            uuid.uuid4().hex, made.fleet, made.server, self._sync, connect, num_workers=made.num_workers
+            uuid.uuid4().hex, made.fleet, made.server, self._sync, RayCalls, num_workers=made.num_workers
         )
         logger.info("front listens at %s", self._server.url)
 

@@ -32,11 +32,12 @@ class FrontChannel:
         """Requests that have not ended."""
         self.heard_at = time.monotonic()
         """When the front last called."""
-        self._is_closed = False
+        self.closed = asyncio.Event()
+        """Set when the front is gone."""
 
     def close(self) -> None:
         """End the stream of messages. A front that is alive after all opens another one."""
-        self._is_closed = True
+        self.closed.set()
         self._has_outputs.set()
 
     def put(self, output: RequestOutput) -> None:
@@ -58,7 +59,7 @@ class FrontChannel:
     async def messages(self, load: Callable[[], bytes | None], every_s: float) -> AsyncIterator[bytes]:
         """Messages of the channel: outputs as they come, and every so often the load of the replica if it changed."""
         report_at = reported_at = 0.0
-        while not self._is_closed:
+        while not self.closed.is_set():
             if self._is_report_due:
                 report_at = min(report_at, reported_at + _LEAST_REPORT_S)
             if (wait_s := report_at - time.monotonic()) <= 0:

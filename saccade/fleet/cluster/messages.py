@@ -1,18 +1,21 @@
-"""Messages of an engine replica to a front: msgpack of plain data with a version number before it.
+"""Messages between fronts and engine replicas: msgpack of plain data with a version number before it.
 
-A front opens one channel to each replica: a stream of messages from the replica.
+A front connects to each replica (`replica_connection.py`, `replica_server.py`). The replica sends
 
-    Hello       first: what the replica is
-    Load        every second: its queues and what its caches got
+    hello       first: what the replica is
+    load        every second, and after each request of another front: its queues and what its caches got
     outputs     whenever there are any: those of all requests of this front, as the engine writes them
+    need        number of an image or video of a request, whose data it does not have
+    refused     a request that it cannot read
 
-An encoder replica sends its load with each image that it has encoded.
+and the front sends `connect` with its id, `submit`, `media` in parts, `cancel` and `heartbeat`. The `address` of a
+replica comes through Ray. An encoder replica sends its load with each image that it has encoded.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgpack
 
@@ -21,11 +24,14 @@ from saccade.errors import ConfigError
 from saccade.fleet.costs import CostModel
 from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
 
-CHANNEL_VERSION = 2
+CHANNEL_VERSION = 3
 """Version of these messages; increases when a field is added, removed or changes its meaning."""
 
-Kind = Literal["hello", "load", "outputs", "encoder"]
-_KINDS: tuple[Kind, ...] = ("hello", "load", "outputs", "encoder")
+Kind = Literal[
+    "hello", "load", "outputs", "need", "refused", "connect", "submit", "media", "cancel", "heartbeat", "address",
+    "encoder",
+]  # fmt: skip
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ def unpack(message: bytes) -> tuple[Kind, Any]:
     version, kind, content = msgpack.unpackb(message, strict_map_key=False)
     if version != CHANNEL_VERSION:
         raise ConfigError(
-            f"an engine replica speaks version {version} of the fleet's channel, this front version {CHANNEL_VERSION}. "
-            "Update fronts and engines to one version of Saccade: saccade fleet up"
+            f"a message between a front and a replica has version {version}, and this process knows version "
+            f"{CHANNEL_VERSION}. Update fronts and engines to one version of Saccade: saccade fleet up"
         )
     return _KINDS[kind], content

@@ -1,7 +1,7 @@
-"""One engine replica as a front sees it: its channel of outputs, and calls to it.
+"""One engine replica as a front sees it.
 
-The channel opens when the replica runs. It breaks when the replica dies; then every request there is lost. A replica
-that Ray stops no longer gets requests, and its channel is closed when its last request has ended.
+A front connects when the replica runs; Ray tells the address. The connection breaks when the replica dies; then every
+request there is lost. A replica that Ray stops no longer gets requests, and is left when its last request has ended.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from saccade.engine.request import RequestOutput
 from saccade.engine.transport.wire import decode_outputs
+from saccade.fleet.cluster.connections import Address
 from saccade.fleet.cluster.messages import Hello, load_from_plain, unpack
-from saccade.fleet.cluster.patience import within
+from saccade.fleet.cluster.replica_connection import ReplicaConnection
 from saccade.fleet.replicas import ReplicaStatistics
 
 logger = logging.getLogger(__name__)
@@ -27,16 +28,10 @@ class Calls(Protocol):
     """Calls to the replicas of one version; `ray_calls.py` makes them through Ray's handle."""
 
     def channel(self, replica: str) -> Any:
-        """Open the channel of a replica: an asynchronous iterator of messages, which can be cancelled."""
+        """Ask a replica for its address: an asynchronous iterator with one item, which ends when this front leaves.
 
-    async def submit(self, replica: str, message: bytes, media: Sequence[Any]) -> None:
-        """Send a request with references to the bytes of its media."""
-
-    async def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
-        """Cancel requests."""
-
-    async def heartbeat(self, replica: str) -> None:
-        """Say that this front is alive."""
+        It has `cancel()`. The replica is kept until then.
+        """
 
     def wake(self) -> None:
         """Have a replica started, if the pool has none. May be called as often as one likes."""
@@ -49,7 +44,7 @@ class LinkEvents(Protocol):
     """Calls that the owner of a link gets."""
 
     def on_hello(self, link: ReplicaLink, hello: Hello) -> None:
-        """The channel is open."""
+        """The replica has said what it is, and can get requests."""
 
     def on_load(self, link: ReplicaLink, load: ReplicaStatistics) -> None:
         """The replica has reported its load."""
@@ -57,40 +52,61 @@ class LinkEvents(Protocol):
     def on_outputs(self, link: ReplicaLink, outputs: Sequence[RequestOutput]) -> None:
         """Outputs have arrived."""
 
+    def on_need(self, link: ReplicaLink, request_id: str, number: int) -> None:
+        """The replica needs an image or video of a request."""
+
+    def on_refused(self, link: ReplicaLink, request_id: str, reason: str) -> None:
+        """The replica cannot read a request."""
+
     def on_lost(self, link: ReplicaLink) -> None:
-        """The channel is broken; no more output comes from it."""
+        """The connection is broken; no more output comes from it."""
 
 
 class ReplicaLink:
     """Follows one replica in the event loop that made it."""
 
-    def __init__(self, name: str, calls: Calls, events: LinkEvents) -> None:
+    def __init__(self, name: str, front: str, calls: Calls, events: LinkEvents) -> None:
         self.name = name
         self.hello: Hello | None = None
-        """What the replica is; None until its channel is open."""
+        """What the replica is; None until it is connected."""
         self.is_stopping = False
         """Whether Ray stops the replica."""
         self.pooled_patches = 0, 0
         """Patches that encoder replicas encoded for it, and those that it asked for in vain, as last reported."""
-        self._calls, self._events = calls, events
+        self._front, self._calls, self._events = front, calls, events
         self._channel: Any = None
+        self._connection: ReplicaConnection | None = None
         self._is_closed = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     def close(self) -> None:
-        """Close the channel. No event follows."""
+        """Leave the replica. No event follows."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
+        if self._connection is not None:
+            self._connection.close()
         if self._channel is not None:
             self._channel.cancel()
+
+    # ------------------------------------------------------------------ once the replica has said hello
+
+    @property
+    def connection(self) -> ReplicaConnection:
+        """Takes requests."""
+        assert self._connection is not None, "requests are sent to replicas that are connected"
+        return self._connection
+
+    # ------------------------------------------------------------------ tasks
 
     async def _read(self) -> None:
         try:
             self._channel = self._calls.channel(self.name)
-            async for message in self._channel:
+            address = Address.from_bytes(await anext(aiter(self._channel)))
+            self._connection = await ReplicaConnection.open(address, self._front)
+            async for message in self._connection.messages():
                 self._take(message)
-            reason: object = "its channel has ended"
+            reason: object = "its connection has ended"
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -104,6 +120,8 @@ class ReplicaLink:
         kind, content = unpack(message)
         handlers: dict[str, Callable[[Any], None]] = {
             "hello": self._take_hello, "load": self._take_load, "outputs": self._take_outputs,
+            "need": lambda content: self._events.on_need(self, *content),
+            "refused": lambda content: self._events.on_refused(self, *content),
         }  # fmt: skip
         handlers[kind](content)
 
@@ -120,7 +138,5 @@ class ReplicaLink:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            try:
-                await within(HEARTBEAT_S, self._calls.heartbeat(self.name))
-            except Exception as error:  # the channel says whether the replica is lost
-                logger.debug("replica %s did not answer a heartbeat: %r", self.name, error)
+            if self._connection is not None:
+                self._connection.heartbeat()

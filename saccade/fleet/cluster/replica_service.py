@@ -12,14 +12,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from saccade.engine.host import EngineHost
 from saccade.engine.media import EncodedImage, MediaMissingError
 from saccade.engine.request import Request, RequestOutput
-from saccade.engine.transport.wire import SentRequest, decode_request
+from saccade.engine.transport.wire import SentRequest
 from saccade.fleet.cluster.encoder_pool import EncoderPool
 from saccade.fleet.cluster.front_channel import FrontChannel
 from saccade.fleet.cluster.messages import Hello, load_to_plain, pack
@@ -133,7 +133,7 @@ class ReplicaService:
 
     # ------------------------------------------------------------------ calls of fronts
 
-    async def channel(self, front: str) -> AsyncIterator[bytes]:
+    async def channel(self, front: str) -> AsyncGenerator[bytes, None]:
         """Messages for a front, until it leaves."""
         channel, reports = self._front(front), _Reports(self._images, self._prefixes)
         yield pack("hello", self._hello().to_plain())
@@ -144,10 +144,13 @@ class ReplicaService:
             if self._fronts.get(front) is channel:
                 self._leave(front)
 
-    async def submit(self, front: str, message: bytes, media: Sequence[Awaitable[bytes]]) -> None:
-        """Take a request. Media are read only if they are not cached here, and no encoder replica encodes them."""
-        channel, sent = self._front(front), decode_request(message)
-        request_id = sent.request.id
+    async def hold(self, front: str) -> None:
+        """Wait until a front has left, or did not connect in time."""
+        await self._front(front).closed.wait()
+
+    async def submit(self, front: str, sent: SentRequest, media: Sequence[Awaitable[bytes]]) -> None:
+        """Take a request. Media are awaited only if they are not cached here, and no encoder replica encodes them."""
+        channel, request_id = self._front(front), sent.request.id
         traced = _Traced(self._tracer, sent)
         channel.request_ids.add(request_id)
         self._preparing.add(request_id)
@@ -162,6 +165,10 @@ class ReplicaService:
             for other in self._fronts.values():
                 if other is not channel:  # this front has reserved the request
                     other.report_soon()
+        except BaseException:
+            channel.request_ids.discard(request_id)
+            self._started_at.pop(request_id, None)
+            raise
         finally:
             self._preparing.discard(request_id)
 
@@ -174,10 +181,10 @@ class ReplicaService:
         if self._pool is not None and missing:
             encoded = await self._pool.encode(sent, missing, media, self._own_s, traced.traceparent)
             traced.end_stage("features")
-        parts: list[bytes | EncodedImage | None] = [None] * len(media)
-        for number in missing:
-            parts[number] = encoded[number] if number in encoded else await media[number]
-        return parts
+        own = [number for number in missing if number not in encoded]
+        data = await asyncio.gather(*(media[number] for number in own))
+        parts: dict[int, bytes | EncodedImage] = {**encoded, **dict(zip(own, data, strict=True))}
+        return [parts.get(number) for number in range(len(media))]
 
     async def _submit(
         self, sent: SentRequest, parts: list[bytes | EncodedImage | None], media: Sequence[Awaitable[bytes]],
@@ -201,7 +208,7 @@ class ReplicaService:
         share = self._costs.prompt_share(self._host.num_open)
         return self._statistics((), ()).queued_s + num_patches * self._costs.patch_s / share
 
-    async def cancel(self, front: str, request_ids: Sequence[str]) -> None:
+    def cancel(self, front: str, request_ids: Sequence[str]) -> None:
         """Cancel requests of a front."""
         self._front(front)
         self._cancel(request_ids)
@@ -213,7 +220,7 @@ class ReplicaService:
             else:
                 self._host.cancel(request_id)
 
-    async def heartbeat(self, front: str) -> None:
+    def heartbeat(self, front: str) -> None:
         """Note that a front is alive."""
         self._front(front)
 

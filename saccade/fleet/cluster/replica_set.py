@@ -1,6 +1,6 @@
 """The replicas of one version as a front sees them, and the requests that it has sent to them.
 
-    send -> choose (routing.Router) -> submit -> outputs of the channel -> on_outputs
+    send -> choose (routing.Router) -> submit -> outputs of the replica -> on_outputs
                  ^------------------- replica lost: continue elsewhere ---'
 
 Everything here runs in one event loop. Requests keep their place in the front: what a client sees of a lost replica is
@@ -15,11 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.engine.core.messages import AddRequest, CoreInfo
 from saccade.engine.request import Failure, FinishReason, RequestOutput, merge_outputs
-from saccade.engine.transport.wire import encode_request
+from saccade.engine.transport.wire import encode_request, media_of
 from saccade.fleet.cluster.messages import Hello
 from saccade.fleet.cluster.replica_link import Calls, ReplicaLink
 from saccade.fleet.continuation import EXHAUSTED, NOT_STARTED, POISONOUS, Continuation, RetryBudget, digest_of
@@ -30,21 +30,16 @@ from saccade.fleet.routing import Router
 
 logger = logging.getLogger(__name__)
 
-_SUBMIT_TIMEOUT_S = 30.0
-"""Seconds in which a replica must accept a request, with the bytes of its media."""
 _WAIT_STEP_S = 0.05
 """Seconds between two looks for a replica while none is ready."""
 _REOPEN_S = 1.0
-"""Seconds after a lost channel until another is opened, if the replica still runs."""
+"""Seconds after a lost connection until another is opened, if the replica still runs."""
 _DEFAULT_WAIT_S = 60.0
 """Seconds that a request without limits of its own waits for a replica."""
 _MAX_ENDED = 4096
 """Ended requests whose replicas are remembered until someone asks."""
-_REFUSED = Failure("waiting", "the engine could not read the request; other requests continue")
 
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
-ShareMedia = Callable[[AddRequest], Sequence[Any]]
-"""Puts the media of a request where replicas can read them; returns references, which keep them there."""
 
 
 class ReplicaLoad(NamedTuple):
@@ -61,16 +56,16 @@ class ReplicaLoad(NamedTuple):
 class _Sent:
     """A request that has not ended."""
 
-    def __init__(self, message: AddRequest, on_outputs: OnOutputs, front: str, now: float) -> None:
-        self.message, self.on_outputs = message, on_outputs
+    def __init__(self, message: AddRequest, front: str, now: float) -> None:
+        self.message = message
         self.continuation = Continuation(message.request, front, now)
-        self.media: Sequence[Any] | None = None
         self.held: RequestOutput | None = None
         """Log-probabilities of the prompt, until the first token: another replica would compute all of them again."""
         self.id = ""
         """Id on the replica; another one on each replica."""
         self.link: ReplicaLink | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.waiting: asyncio.Task[None] | None = None
+        """Waits for a replica, if none was ready."""
         self.replicas: list[str] = []
         """Replicas that it was sent to, in order."""
 
@@ -90,12 +85,12 @@ class ReplicaSet:
     """Sends requests to the replicas of one version. Used in one event loop."""
 
     def __init__(
-        self, version: str, front: str, calls: Calls, share_media: ShareMedia, *, poison: PoisonList,
-        budget: RetryBudget, clock: Callable[[], float] = time.time,
+        self, version: str, front: str, calls: Calls, *, poison: PoisonList, budget: RetryBudget,
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """`front` is the id of this front's process, which makes the ids of its requests unique on a replica."""
         self.version, self._front = version, front
-        self._calls, self._share_media, self._poison, self._budget = calls, share_media, poison, budget
+        self._calls, self._poison, self._budget = calls, poison, budget
         self._clock = clock
         self._router, self._expected = Router(), ExpectedLength()
         self._links: dict[str, ReplicaLink] = {}
@@ -109,12 +104,17 @@ class ReplicaSet:
         self._replicas_of_ended: dict[str, list[str]] = {}
         self.info: CoreInfo | None = None
         """Limits and sizes of the replicas' cores; None until the first replica was there."""
+        self.on_outputs_of_front: OnOutputs = lambda outputs: None
+        """Called with outputs of requests; the last one of each has a finish reason."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the first replica is there."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when another number of replicas is ready."""
         self.num_continued = self.num_lost = 0
         """Requests that continued on another replica, and those that could not."""
+        self.num_media_sent = 0
+        """Images and videos that replicas asked for."""
+        self._sending: set[asyncio.Task[None]] = set()
         self.num_patches = self.num_resident_patches = 0
         """Patches of images, and those of images that the chosen replica had."""
 
@@ -136,7 +136,7 @@ class ReplicaSet:
         return loads
 
     def set_replicas(self, names: frozenset[str]) -> None:
-        """Open channels to new replicas; send nothing more to those that Ray stops."""
+        """Connect to new replicas; send nothing more to those that Ray stops."""
         self._running = names
         for name in names - self._links.keys():
             self._open(name)
@@ -149,9 +149,9 @@ class ReplicaSet:
         self.on_change()
 
     def _open(self, name: str) -> None:
-        """Open the channel of a replica that runs, unless it is open."""
+        """Connect to a replica that runs, unless it is connected."""
         if name in self._running and name not in self._links and not self._is_closed:
-            self._links[name] = ReplicaLink(name, self._calls, self)
+            self._links[name] = ReplicaLink(name, self._front, self._calls, self)
 
     def on_hello(self, link: ReplicaLink, hello: Hello) -> None:
         """Add a replica to those that are chosen from."""
@@ -181,7 +181,7 @@ class ReplicaSet:
         self.on_change()
 
     def close(self) -> None:
-        """Close all channels."""
+        """Leave all replicas."""
         self._is_closed = True
         for link in self._links.values():
             link.close()
@@ -209,70 +209,78 @@ class ReplicaSet:
         """Replicas that an ended request was sent to, in order; known once, and not for long."""
         return self._replicas_of_ended.pop(request_id, ())
 
-    def send(self, message: AddRequest, on_outputs: OnOutputs) -> None:
-        """Send a request to a replica. Its outputs, the last one included, go to `on_outputs`."""
-        sent = _Sent(message, on_outputs, self._front, self._clock())
-        if self._poison.has(digest_of(message.request)):
-            on_outputs([_failed(message.request.id, POISONOUS)])
+    def send(self, message: AddRequest) -> None:
+        """Send a request to a replica."""
+        if self._poison.has_any and self._poison.has(digest_of(message.request)):
+            self.on_outputs_of_front([_failed(message.request.id, POISONOUS)])
             return
+        sent = self._sent[message.request.id] = _Sent(message, self._front, self._clock())
         self._budget.count_request()
-        self._sent[message.request.id] = sent
         self._place(sent)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """End a request that was cancelled or has a stop string. No effect if it has ended."""
         if (sent := self._sent.get(request_id)) is not None:
             self._forget_on_replica(sent, cancels=True)
-            self._end(sent, [RequestOutput(request_id=request_id, finish_reason=reason)])
+            self._end(sent, RequestOutput(request_id=request_id, finish_reason=reason))
 
     def _place(self, sent: _Sent) -> None:
-        sent.task = asyncio.create_task(self._submit(sent))
+        """Send a request to a replica now, or as soon as one is ready."""
+        if not self._submit(sent):
+            sent.waiting = asyncio.create_task(self._wait(sent))
 
-    async def _submit(self, sent: _Sent) -> None:
-        """Choose a replica and send a request there."""
+    async def _wait(self, sent: _Sent) -> None:
+        """Send a request when a replica is ready, unless that takes too long."""
         try:
-            link = await self._choose(sent)
+            async with asyncio.timeout(sent.message.request.queue_timeout_s or _DEFAULT_WAIT_S):
+                while not self._submit(sent):
+                    if not self.num_ready:
+                        self._calls.wake()
+                    await asyncio.sleep(_WAIT_STEP_S)
         except TimeoutError:
-            self._end(sent, [_failed(sent.message.request.id, NOT_STARTED)])
-            return
-        try:
-            if sent.media is None:
-                sent.media = await asyncio.to_thread(self._share_media, sent.message)
-            request = sent.continuation.next_request(self._clock())
-            message = encode_request(request, sent.message.prompt)
-            async with asyncio.timeout(_SUBMIT_TIMEOUT_S):
-                await self._calls.submit(link.name, message, sent.media)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            logger.warning("request %s was not accepted by replica %s: %r", sent.id, link.name, error)
-            if sent.link is link and link.name in self._links:  # a lost replica has retried it already
-                self._router.set_state(link.name, "unhealthy")  # until it reports again
-                self._forget_on_replica(sent, cancels=True)
-                self._retry(sent, is_suspect=False)
+            self._end(sent, _failed(sent.message.request.id, NOT_STARTED))
 
-    async def _choose(self, sent: _Sent) -> ReplicaLink:
-        """Choose and reserve a replica. TimeoutError: none was ready in time."""
-        limit_s = sent.message.request.queue_timeout_s or _DEFAULT_WAIT_S
-        async with asyncio.timeout(limit_s):
-            while True:
-                now = self._clock()
-                request = sent.continuation.next_request(now)
-                choice = self._router.choose(routed(request, self.version, self._expected), now)
-                if choice is not None:
-                    break
-                if not self.num_ready:
-                    self._calls.wake()
-                await asyncio.sleep(_WAIT_STEP_S)
+    def _submit(self, sent: _Sent) -> bool:
+        """Choose a replica and send a request there. False: none is ready."""
+        now = self._clock()
+        request = sent.continuation.next_request(now)
+        choice = self._router.choose(routed(request, self.version, self._expected), now)
+        if choice is None:
+            return False
         self.num_patches += sum(image.num_patches for image in request.images)
         self.num_resident_patches += choice.resident_patches
         sent.id, sent.link = request.id, self._links[choice.replica]
         sent.replicas.append(choice.replica)
         self._by_replica_id[sent.id] = sent
-        return sent.link
+        sent.link.connection.submit(sent.id, encode_request(request, sent.message.prompt))
+        return True
+
+    def on_need(self, link: ReplicaLink, request_id: str, number: int) -> None:
+        """Send an image or video of a request."""
+        sent = self._by_replica_id.get(request_id)
+        data = None if sent is None or sent.link is not link else media_of(sent.message.prompt)[number]
+        self.num_media_sent += data is not None
+        sending = asyncio.create_task(link.connection.send_media(request_id, number, data))
+        self._sending.add(sending)
+        sending.add_done_callback(self._forget_sending)
+
+    def _forget_sending(self, sending: asyncio.Task[None]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            logger.debug("an image was not sent, since the replica is lost: %r", error)
+
+    def on_refused(self, link: ReplicaLink, request_id: str, reason: str) -> None:
+        """Try another replica."""
+        sent = self._by_replica_id.get(request_id)
+        if sent is not None and sent.link is link:
+            logger.warning("request %s was not accepted by replica %s: %s", request_id, link.name, reason)
+            self._router.set_state(link.name, "unhealthy")  # until it reports again
+            self._forget_on_replica(sent, cancels=True)
+            self._retry(sent, is_suspect=False)
 
     def on_outputs(self, link: ReplicaLink, outputs: Sequence[RequestOutput]) -> None:
         """Pass outputs on to the requests that wait for them; those of an earlier attempt are dropped."""
+        passed: list[RequestOutput] = []
         for output in outputs:
             sent = self._by_replica_id.get(output.request_id)
             if sent is None or sent.link is not link:
@@ -286,19 +294,20 @@ class ReplicaSet:
             output = sent.merged(output._replace(request_id=sent.message.request.id))
             if output.finish_reason is None:
                 if not sent.holds(output):
-                    sent.on_outputs([output])
+                    passed.append(output)
                 continue
             if output.finish_reason in ("stop", "length"):
                 self._expected.observe(len(sent.continuation.output_ids))
             self._forget_on_replica(sent)
-            self._end(sent, [output])
+            self._forget(sent)
+            passed.append(output)
+        if passed:
+            self.on_outputs_of_front(passed)
 
     # ------------------------------------------------------------------ a replica that is lost, the end
 
     def _retry(self, sent: _Sent, *, is_suspect: bool = True) -> None:
         """Continue a request on another replica, or end it."""
-        if sent.task is not None and sent.task is not asyncio.current_task():
-            sent.task.cancel()
         self._by_replica_id.pop(sent.id, None)
         self._router.finish(sent.id, self._clock())
         sent.link = sent.held = None
@@ -311,7 +320,7 @@ class ReplicaSet:
             return
         self.num_lost += 1
         logger.warning("request %s ends: %s", sent.message.request.id, verdict)
-        self._end(sent, [_failed(sent.message.request.id, POISONOUS if verdict == "poison" else EXHAUSTED)])
+        self._end(sent, _failed(sent.message.request.id, POISONOUS if verdict == "poison" else EXHAUSTED))
 
     def _forget_on_replica(self, sent: _Sent, *, cancels: bool = False) -> None:
         """Forget where a request is; `cancels`: it is cancelled there."""
@@ -321,20 +330,22 @@ class ReplicaSet:
         self._by_replica_id.pop(sent.id, None)
         self._router.finish(sent.id, self._clock())
         if cancels:
-            cancelling = asyncio.create_task(self._calls.cancel(link.name, [sent.id]))
-            cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            link.connection.cancel([sent.id])
         self._close_if_unused(link)
 
-    def _end(self, sent: _Sent, outputs: Sequence[RequestOutput]) -> None:
-        if self._sent.pop(sent.message.request.id, None) is None:
-            return
-        if sent.task is not None and sent.task is not asyncio.current_task():
-            sent.task.cancel()
-        sent.media = None
+    def _end(self, sent: _Sent, output: RequestOutput) -> None:
+        """End a request by this output."""
+        self._forget(sent)
+        self.on_outputs_of_front([output])
+
+    def _forget(self, sent: _Sent) -> None:
+        """Forget a request that has ended."""
+        del self._sent[sent.message.request.id]
+        if sent.waiting is not None:
+            sent.waiting.cancel()  # no effect if it calls this
         self._replicas_of_ended[sent.message.request.id] = sent.replicas
         while len(self._replicas_of_ended) > _MAX_ENDED:
             del self._replicas_of_ended[next(iter(self._replicas_of_ended))]
-        sent.on_outputs(outputs)
 
 
 def _is_stopped(output: RequestOutput) -> bool:

@@ -18,7 +18,7 @@ from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.fleet.cluster.fleet_core import FleetCore
 from saccade.fleet.cluster.names import ENGINE, engine_app
 from saccade.fleet.cluster.replica_link import Calls
-from saccade.fleet.cluster.replica_set import ReplicaSet, ShareMedia
+from saccade.fleet.cluster.replica_set import ReplicaSet
 from saccade.fleet.cluster.running_replicas import unwatch, watch
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.continuation import RetryBudget
@@ -29,8 +29,8 @@ from saccade.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-Connect = Callable[[str, str], tuple[Calls, ShareMedia]]
-"""Returns the calls of a front to the replicas of an application, and what shares media with them."""
+Connect = Callable[[str, str], Calls]
+"""Returns the calls of a front to the replicas of an application."""
 _MEASURED_BYTES = 16 * 2**20
 """Memory for the sizes of images that were sent before."""
 
@@ -67,9 +67,9 @@ class ServedVersion:
         self.version = version
         self._context, self._on_loaded = context, on_loaded
         self._app = engine_app(context.fleet, model, version.name)
-        self._calls, share_media = context.connect(context.front, self._app)
+        self._calls = context.connect(context.front, self._app)
         self.replicas = ReplicaSet(
-            version.name, context.front, self._calls, share_media, poison=context.poison, budget=context.budget
+            version.name, context.front, self._calls, poison=context.poison, budget=context.budget
         )
         self.replicas.on_ready = self._start_loading
         self._engine: Engine | None = None

@@ -7,7 +7,7 @@ import threading
 import time
 from functools import partial
 
-from fleet.cluster.local_replicas import LocalCalls, LocalReplicas, share
+from fleet.cluster.local_replicas import LocalCalls, LocalReplicas
 
 from saccade.engine import Engine
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
@@ -39,7 +39,7 @@ class LocalFleet:
             self.loop, self.replicas = joins.loop, joins.replicas
         self.poison, self.budget = PoisonList(time.monotonic), RetryBudget()
         self.calls = LocalCalls(self.replicas, front)
-        self.set = ReplicaSet("may", front, self.calls, share, poison=self.poison, budget=self.budget)
+        self.set = ReplicaSet("may", front, self.calls, poison=self.poison, budget=self.budget)
         self.run_replicas(names)
         self.wait_until(lambda: self.set.num_ready == len(names))
         limits = MediaLimits(allow_local_files=False)
@@ -55,7 +55,7 @@ class LocalFleet:
 
     def kill(self, name):
         """End a replica as a lost machine would."""
-        self.loop.call_soon_threadsafe(self.replicas.kill, name)
+        self.replicas.kill(name)
 
     def replica_of_open_requests(self):
         """Name of the replica that has the only open request."""
@@ -77,9 +77,9 @@ class LocalFleet:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+        self.replicas.close()
 
     async def _close(self):
-        self.replicas.close()
         await asyncio.sleep(0.05)  # cancelled tasks end
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import httpx
 from fleet.cluster.local_fleet import TIMEOUT_S
-from fleet.cluster.local_replicas import LocalCalls, LocalReplicas, share
+from fleet.cluster.local_replicas import LocalCalls, LocalReplicas
 
 from saccade.fleet.cluster.front_server import FrontServer
 from saccade.fleet.cluster.names import ENGINE, engine_app
@@ -45,7 +45,7 @@ class LocalFront:
         return self.view.to_bytes()
 
     def _connect(self, front, app):
-        return LocalCalls(self.replicas, front), share
+        return LocalCalls(self.replicas, front)
 
     def add_version(self, name, **changed):
         """Have the controller say that there is another version of the model. It has no replicas."""

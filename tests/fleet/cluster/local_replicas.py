@@ -1,17 +1,17 @@
-"""Engine replicas in this process, without Ray: real engines, and a front's calls to them, which tests can break."""
+"""Engine replicas in this process, without Ray: real engines and connections, which tests can break."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import threading
 from dataclasses import replace
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.encoder_host import EncoderHost
 from saccade.engine.host import EngineHost
-from saccade.engine.transport.wire import media_of
 from saccade.fleet.cluster.encoder_pool import EncoderPool
 from saccade.fleet.cluster.encoder_service import EncoderService
+from saccade.fleet.cluster.replica_server import ReplicaServer
 from saccade.fleet.cluster.replica_service import ReplicaService
 from saccade.fleet.config import VersionConfig
 from saccade.processor import MediaLimits
@@ -25,6 +25,10 @@ class LocalReplicas:
             name="may", checkpoint=str(checkpoint), traffic=100, gpus_per_replica=0, adapters=adapters,
             engine=EngineConfig(num_workers=0, num_pages=512, **engine), costs=costs,
         )  # fmt: skip
+        self.loop = asyncio.new_event_loop()
+        """The event loop of all replicas, in a thread of its own."""
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
         self.encoders: dict[str, EncoderService] = {}
         self.pools: list[EncoderPool] = []
         self.tracers = tracers or {}
@@ -33,20 +37,21 @@ class LocalReplicas:
         for number in range(num_encoders):
             self.start_encoder(f"encoder {number}")
         self.services: dict[str, ReplicaService] = {}
-        self.killed: dict[str, asyncio.Event] = {}
+        self.servers: dict[str, ReplicaServer] = {}
+        self.killed: dict[str, threading.Event] = {}
         self.hosts: dict[str, EngineHost] = {}
-        self.num_media_read = 0
 
     def start(self, name, *, version="may"):
         host = EngineHost.load(
             self.version.checkpoint, device="cpu", dtype="float32", config=self.version.engine,
             limits=MediaLimits(allow_local_files=False), adapters=self.version.adapters,
         )  # fmt: skip
-        self.hosts[name], self.killed[name] = host, asyncio.Event()
+        self.hosts[name], self.killed[name] = host, threading.Event()
         self.services[name] = ReplicaService(
             name, replace(self.version, name=version), host, tracer=self.tracers.get(name),
             open_pool=self._open_pool if self.has_pool else None,
         )  # fmt: skip
+        self.servers[name] = ReplicaServer(self.services[name], "127.0.0.1")
 
     def start_encoder(self, name):
         host = EncoderHost.load(
@@ -63,14 +68,22 @@ class LocalReplicas:
 
     def kill(self, name):
         self.killed[name].set()
+        self.loop.call_soon_threadsafe(self.servers[name].close)
 
     def close(self):
-        for service in (*self.services.values(), *self.encoders.values()):
-            service.close()
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
-    async def media(self, data):
-        self.num_media_read += 1
-        return data
+    async def _close(self):
+        for one in (*self.servers.values(), *self.services.values(), *self.encoders.values()):
+            one.close()
+        await asyncio.sleep(0.05)  # connections and cancelled tasks end
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 class LocalEncoderCalls:
@@ -100,17 +113,9 @@ class LocalCalls:
         self.num_woken = 0
 
     def channel(self, replica):
+        if self.replicas.killed[replica].is_set():
+            raise ConnectionError("the replica is gone")
         return _Channel(self.replicas, replica, self.front)
-
-    async def submit(self, replica, message, media):
-        waiting = [_Media(self.replicas, one) for one in media]
-        await self._call(replica, self.replicas.services[replica].submit(self.front, message, waiting))
-
-    async def cancel(self, replica, request_ids):
-        await self._call(replica, self.replicas.services[replica].cancel(self.front, request_ids))
-
-    async def heartbeat(self, replica):
-        await self._call(replica, self.replicas.services[replica].heartbeat(self.front))
 
     def wake(self):
         self.num_woken += 1
@@ -118,51 +123,21 @@ class LocalCalls:
     def close(self):
         pass
 
-    async def _call(self, replica, call):
-        if self.replicas.killed[replica].is_set():
-            call.close()
-            raise ConnectionError("the replica is gone")
-        await call
-
-
-def share(message):
-    return media_of(message.prompt)
-
-
-class _Media:
-    def __init__(self, replicas, data):
-        self.replicas, self.data = replicas, data
-
-    def __await__(self):
-        return self.replicas.media(self.data).__await__()
-
 
 class _Channel:
-    """Messages of a replica until it is killed."""
+    """The call by which a front holds a replica."""
 
     def __init__(self, replicas, replica, front):
-        self._messages = replicas.services[replica].channel(front)
-        self._killed = replicas.killed[replica]
-        self._next = None
+        self._loop, self._server, self._service = replicas.loop, replicas.servers[replica], replicas.services[replica]
+        self._front, self._held = front, None
 
     def cancel(self):
-        if self._next is not None:
-            self._next.cancel()
+        if self._held is not None:
+            self._held.cancel()
 
     async def __aiter__(self):
-        try:
-            while True:
-                self._next = asyncio.ensure_future(anext(self._messages))
-                killed = asyncio.ensure_future(self._killed.wait())
-                try:
-                    await asyncio.wait((self._next, killed), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    killed.cancel()
-                if self._killed.is_set():
-                    raise ConnectionError("the replica is gone")
-                yield self._next.result()
-        finally:
-            self._next.cancel()
-            with suppress(BaseException):
-                await self._next
-            await self._messages.aclose()
+        yield (await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._address(), self._loop))).to_bytes()
+
+    async def _address(self):
+        self._held = asyncio.create_task(self._service.hold(self._front))
+        return self._server.address()

@@ -218,7 +218,7 @@ def test_an_image_is_sent_once_to_a_replica_that_keeps_it(checkpoint):
         for _ in range(3):
             [completion] = fleet.engine.generate(about(png("red")), params(max_tokens=2))
             assert completion.failure is None
-        assert fleet.replicas.num_media_read == 1
+        assert fleet.set.num_media_sent == 1
 
 
 def test_requests_of_a_front_that_died_are_cancelled_within_five_seconds(checkpoint):
