@@ -2,11 +2,13 @@
 
 import contextlib
 import datetime
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from engine import peers_alone
 from engine.shared_ranks import SharedRanks, planted
 from engine.test_tensor_parallel import requests_of
 from engine.tiny import make_core, plain, run_all
@@ -40,31 +42,41 @@ def prompt_logprobs(found):
 
 
 @contextlib.contextmanager
-def without_memory_of_peers():
-    """Inside the `with` block the ranks that start, and the leader, open none."""
-    program = "from saccade.engine.device import loading; loading.open_peers = lambda *_: None"
-    with planted(program), patch.object(loading, "open_peers", lambda *_: None):
+def communicating(way):
+    """Inside the `with` block the leader and the ranks that start communicate in some way."""
+    if way == "captured":
+        tests = str(Path(__file__).parents[1])
+        program = f"import sys; sys.path.insert(0, {tests!r}); from engine import peers_alone; peers_alone.plant()"
+        with planted(program), peers_alone.planted():
+            yield
+    elif way == "gloo":
+        program = "from saccade.engine.device import loading; loading.open_peers = lambda *_: None"
+        with planted(program), patch.object(loading, "open_peers", lambda *_: None):
+            yield
+    else:
         yield
 
 
-@pytest.mark.parametrize("way", ["memory", "gloo"])
+@pytest.mark.parametrize("way", ["memory", "captured", "gloo"])
 def test_two_ranks_on_one_card_have_the_log_probabilities_of_one(folder, way):
-    """NCCL refuses two ranks on a card. Small sums go through its memory (CUDA IPC), the rest over gloo, eagerly."""
-    config = EngineConfig(**(vars(CONFIG) | {"cuda_graphs": False}))
+    """NCCL refuses two ranks on a card: small sums go through its memory (CUDA IPC), the rest eagerly over gloo.
+
+    `captured`: decode communicates through the memory alone, in CUDA graphs.
+    """
+    config = EngineConfig(**(vars(CONFIG) | {"cuda_graphs": way == "captured"}))
     prompts, outputs = plain(folder, 3, 12, 12)
     requests = requests_of(prompts, outputs, prompt_logprobs=0)
-    with (
-        without_memory_of_peers() if way == "gloo" else contextlib.nullcontext(),
-        SharedRanks(2, device="cuda:0") as ranks,
-    ):
+    with communicating(way), SharedRanks(2, device="cuda:0") as ranks:
         core = ranks.core(folder, config)
         ours = run_all(core, requests, at_once=4)
         forward, peers = core._runner.forward_pass, ranks.exchange.peers
         assert (peers is None) == (way == "gloo")
-        assert (forward.num_fallback_steps == 0) == (way == "memory")
+        assert (forward.num_fallback_steps == 0) == (way != "gloo")
         if peers is not None:
             assert int(peers.uses[0]) > 10 * len(requests), "sums of one token and more"
             assert not int(peers.uses[-1]), "no rank was lost"
+        if way == "captured":
+            assert forward.graphs.num_captured == 5, "decode of 1, 2, 4, 8 and 16 requests"
         core.close()
         assert not ranks.deaths
     theirs = run_all(make_core(folder, config, device="cuda"), requests, at_once=4)
