@@ -70,6 +70,8 @@ def run_jobs(
     A `UserError` of a job is its outcome; any other exception is raised here. Function, shared, jobs and results are
     pickled by Daft: keep them small. Without Daft, this process does the work.
     """
+    if not jobs:
+        return
     has_daft = workers.num_workers is not None or find_spec("daft") is not None
     if workers.ray_address or (workers.num_workers != 1 and len(jobs) > 1 and has_daft):
         outcomes = _run_by_daft(function, shared, jobs, workers)

@@ -67,6 +67,7 @@ def test_decisions_do_not_depend_on_the_number_of_partitions(tmp_path, monkeypat
     assert decisions(tmp_path / "set") == decided
     assert not list((tmp_path / "set" / "index").glob("curation-*")), "nothing is left of the stages"
     monkeypatch.setattr(search, "CLUSTER_SIZE", 5)
+    monkeypatch.setattr(search, "_MAX_BRANCHES", 4)
     results = []
     for number in (1, num_partitions):
         curate(tmp_path / "set", RULES, num_workers=1, num_partitions=number)

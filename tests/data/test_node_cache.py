@@ -213,6 +213,38 @@ def test_two_jobs_with_other_limits_share_one_cache(tmp_path, folder, checkpoint
         assert bytes_of_shards(faults.requests) == 0
 
 
+JOB = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data.test_node_cache import seen_of, stream_of
+print(json.dumps(seen_of(stream_of(sys.argv[2], sys.argv[3], Path(sys.argv[4]), **json.loads(sys.argv[5])))))
+"""
+
+
+def seen_of(stream):
+    """The samples of each packed sequence, its tokens, and the sum of its pixels."""
+    with stream:
+        packed = [sequence for batch in stream for sequence in batch.sequences]
+    return [[each.sample_ids, each.inputs.token_ids.tolist(), each.inputs.patches.sum().item()] for each in packed]
+
+
+def test_two_jobs_at_once_on_one_cache_get_their_samples_and_download_every_byte_once(tmp_path, folder, checkpoint):
+    """Two processes with another seed and length; each gets what it gets alone, and together they download as much."""
+    settings = [{}, {"seed": 1, "max_seq_len": 400}]
+    with serve_folder(tmp_path / "served") as (url, faults):
+        arguments = [sys.executable, "-c", JOB, str(Path(__file__).parents[1]), url, str(checkpoint), str(tmp_path)]
+        jobs = [subprocess.Popen([*arguments, json.dumps(each)], stdout=subprocess.PIPE) for each in settings]
+        seen = [json.loads(job.communicate(timeout=120)[0]) for job in jobs]
+        together = bytes_of_shards(faults.requests)
+        for number, each in enumerate(settings):
+            faults.requests.clear()
+            assert seen_of(stream_of(url, checkpoint, tmp_path, f"alone-{number}", **each)) == seen[number]
+            assert bytes_of_shards(faults.requests) == together
+    for sequences in seen:
+        assert len({sample for samples, _, _ in sequences for sample in samples}) == 120
+
+
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_costs_requests_and_stays_within_its_bytes(tmp_path, folder, checkpoint):
     with serve_folder(tmp_path / "served") as (url, _):

@@ -51,7 +51,7 @@ _ITERATIONS = 6
 _SAMPLES_PER_CLUSTER = 4
 _MAX_TRAINED = 2**20
 _BLOCK = 2**22  # products in memory at a time
-_PART = 2**12  # vectors that are assigned to clusters at a time
+_PART = 2**10  # vectors that are assigned to clusters at a time
 
 
 def view_vectors(thumbnails: NDArray[np.uint8]) -> Vectors:
@@ -95,15 +95,17 @@ def _part(size: float, shift: float) -> Floats:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Centres in two levels: coarse ones, and as many below each."""
+    """Centres in two levels: coarse ones, and below each as many fine ones as its share of the images asks for."""
 
     coarse: Vectors
     """[a, 65]."""
     fine: Vectors
-    """[a, b, 65]; rows of zeros are none."""
+    """[b, 65], ordered by coarse centre."""
+    begins: Ints
+    """[a + 1]: the first fine centre of each coarse one."""
 
     def __len__(self) -> int:
-        return int(self.fine.shape[0] * self.fine.shape[1])
+        return len(self.fine)
 
     def to_bytes(self) -> bytes:
         """For a file."""
@@ -115,7 +117,7 @@ class Clusters:
     def from_bytes(content: bytes) -> Clusters:
         """From a file."""
         with np.load(io.BytesIO(content)) as arrays:
-            return Clusters(arrays["coarse"], arrays["fine"])
+            return Clusters(arrays["coarse"], arrays["fine"], arrays["begins"])
 
     @staticmethod
     def num_trained(num_images: int) -> int:
@@ -124,41 +126,42 @@ class Clusters:
 
     @staticmethod
     def train(vectors: Vectors, num_images: int) -> Clusters:
-        """Centres for this many images, from vectors of some of them, in any fixed order."""
+        """Centres for this many images, from vectors of some of them in a fixed order."""
         num = _num_clusters(num_images) if len(vectors) else 1
         if num == 1:
-            return Clusters(np.zeros((1, DIMS), np.int8), np.zeros((1, 1, DIMS), np.int8))
+            return Clusters(np.zeros((1, DIMS), np.int8), np.zeros((1, DIMS), np.int8), np.array([0, 1]))
         num_coarse = 1 if num <= _MAX_BRANCHES else int(np.ceil(np.sqrt(num)))
-        num_fine = -(-num // num_coarse)
         coarse = _k_means(vectors, num_coarse)
         nearest = _nearest(vectors, coarse, 1)[:, 0]
-        fine = np.zeros((len(coarse), num_fine, DIMS), np.int8)
+        fine = []
         for number in range(len(coarse)):
-            centres = _k_means(vectors[nearest == number], num_fine)
-            fine[number, : len(centres)] = centres
-        return Clusters(coarse, fine)
+            here = vectors[nearest == number]
+            centres = _k_means(here, max(1, round(num * len(here) / len(vectors))))
+            fine.append(centres if len(centres) else coarse[number : number + 1])
+        return Clusters(coarse, np.concatenate(fine), np.cumsum([0, *map(len, fine)]))
 
     def nearest(self, vectors: Vectors, num_probes: int) -> NDArray[np.uint32]:
         """[n, up to num_probes] clusters of each vector, the nearest first."""
         if len(self) == 1:
             return np.zeros((len(vectors), 1), np.uint32)
         if len(self.coarse) == 1:
-            return _nearest(vectors, self.fine[0], num_probes).astype(np.uint32)
+            return _nearest(vectors, self.fine, num_probes).astype(np.uint32)
         parts = [vectors[begin : begin + _PART] for begin in range(0, len(vectors), _PART)]
         empty = np.zeros((0, num_probes), np.uint32)
         return np.concatenate([self._nearest_of_both(part, num_probes) for part in parts] or [empty])
 
     def _nearest_of_both(self, vectors: Vectors, num_probes: int) -> NDArray[np.uint32]:
         """The nearest of the clusters below the nearest coarse centres."""
-        num_fine = self.fine.shape[1]
         coarse = _nearest(vectors, self.coarse, _COARSE_PROBES)
-        products = np.full((len(vectors), coarse.shape[1], num_fine), -1.0, np.float32)
+        most = int(np.diff(self.begins).max())
+        products = np.full((len(vectors), coarse.shape[1], most), -2.0 * _SCALE**2, np.float32)
         for number in np.unique(coarse):
             row, rank = np.nonzero(coarse == number)
-            products[row, rank] = _products(vectors[row], self.fine[number])
+            here = self.fine[self.begins[number] : self.begins[number + 1]]
+            products[row, rank, : len(here)] = _products(vectors[row], here)
         best = _largest(products.reshape(len(vectors), -1), num_probes)
-        rank, within = np.divmod(best, num_fine)
-        return np.asarray(np.take_along_axis(coarse, rank, 1) * num_fine + within, np.uint32)
+        rank, within = np.divmod(best, most)
+        return np.asarray(self.begins[np.take_along_axis(coarse, rank, 1)] + within, np.uint32)
 
 
 def _num_clusters(num_images: int) -> int:
