@@ -1,6 +1,7 @@
 """Jobs over shards: outcomes of every job, whatever happens to the processes that run them."""
 
 import gc
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -40,6 +41,25 @@ def test_a_job_that_crashes_its_worker_is_given_up_after_three_tries_and_the_oth
     assert refused.error == "shard 4 is bad"
     assert len(list(tmp_path.glob("3-*"))) == MAX_TRIES == 3
     assert len(list(tmp_path.glob("4-*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_on_ray_too_a_job_that_crashes_its_worker_is_given_up_after_three_tries(tmp_path):
+    ray = pytest.importorskip("ray")
+    cluster = importlib.import_module("ray.cluster_utils").Cluster(head_node_args={"num_cpus": 2}, initialize_head=True)
+    try:
+        workers = Workers(num_workers=2, ray_address=cluster.address)
+        outcomes = {outcome.job: outcome for outcome in run_jobs(tenfold, str(tmp_path), range(6), workers)}
+        assert sorted(outcomes) == list(range(6))
+        assert outcomes[3].has_crashed
+        assert outcomes[4].error == "shard 4 is bad"
+        assert outcomes[5].result == {"times ten": 50}
+        assert len(list(tmp_path.glob("3-*"))) == MAX_TRIES
+        assert list(run_jobs(tenfold, str(tmp_path), [], workers)) == []
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def fail(_, job):

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from saccade.cli.data import app
 from saccade.data import open_stream
-from saccade.data.curate.features import is_measured
+from saccade.data.curate import CurationSettings, curate
+from saccade.data.curate.features import is_measured, measure_features
+from saccade.data.curate.pipeline import decide
 from saccade.data.index import open_index
 from saccade.data.lengths import Measurer
 from saccade.data.publish import publish
@@ -82,6 +84,22 @@ def test_another_rank_opens_the_columns_without_listing_and_sees_the_same(tmp_pa
     assert other.fingerprint == first.fingerprint
     assert list((tmp_path / "third").rglob("shards-*.arrow")), "a copy that the processes of this node map"
     assert ids_of(other) == ids_of(first)
+
+
+def test_curation_writes_next_to_remote_shards_for_every_machine(tmp_path, bucket):
+    """As on a cluster: features, files of the stages and decisions are on the URL, and no copy counts."""
+    url, _, _ = bucket
+    settings = CurationSettings(min_side=70)
+    index = open_index(url, config=config(tmp_path, "one"), num_workers=1, index_folder=f"{url}/index")
+    assert measure_features(index, num_workers=1).num_shards == 4
+    driver = open_index(url, config=config(tmp_path, "two"), num_workers=1, index_folder=f"{url}/index")
+    assert measure_features(driver, num_workers=1).num_shards == 0
+    report = decide(driver, settings, num_workers=1, num_partitions=2)
+    other = open_index(url, config=config(tmp_path, "three"), num_workers=1)
+    assert other.kept_sizes.sum() == report.num_kept == 8
+    assert other.summary()["counts"] == {"samples": 24, "image too small": 16, "kept": 8}
+    here = curate(tmp_path / "set", settings, num_workers=1)
+    assert (here.num_kept, here.dropped) == (report.num_kept, report.dropped)
 
 
 def test_columns_of_another_list_of_shards_are_not_used(tmp_path):
