@@ -67,7 +67,7 @@ def test_every_step_without_drafts_has_a_declared_size(max_requests):
 
 
 @pytest.mark.parametrize(("max_requests", "drafts"), [(1, 0), (5, 0), (48, 7), (200, 0), (256, 7)])
-def test_half_of_the_sizes_cover_all_declared_ones(max_requests, drafts):
+def test_the_sizes_captured_first_cover_all_declared_ones(max_requests, drafts):
     declared = list(declared_sizes(max_requests, drafts))
     found = covers(declared)
     assert list(found) == declared
@@ -75,7 +75,8 @@ def test_half_of_the_sizes_cover_all_declared_ones(max_requests, drafts):
         assert found[cover] == cover, "it is captured at once"
         assert cover.num_chunks == size.num_chunks
         assert all(have >= want for have, want in zip(cover, size, strict=True))
-    assert len(set(found.values())) <= len(declared) // 2 + 8
+        assert cover.padding_over(size) <= 40, "running as the cover costs next to nothing"
+    assert len(set(found.values())) <= 45
 
 
 def test_prefill_fills_a_captured_step_with_decode():

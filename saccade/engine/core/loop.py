@@ -65,8 +65,9 @@ _LAUNCH_WEIGHT, _LAUNCH_FACTOR, _LAUNCH_SLACK_S = 0.1, 2.0, 0.0005
 The weight is that of the newest step in the mean."""
 _IDLE_S = 1.0
 """The core checks its invariants after it has been idle for this long."""
-_PREPARE_S = 0.02
-"""The runner continues its start-up after the core has been idle for this long."""
+_PREPARE_S = 0.2
+"""The runner continues its start-up after the core has been idle for this long. A request that arrives then waits for
+one CUDA graph capture, 30 ms: under load that would happen in every short pause."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 

@@ -200,7 +200,8 @@ class CudaGraphs(Generic[Size]):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # Each thread has its own, which cannot be created in a capture.
+        # Each thread has its own cuBLAS handle. It needs a CUDA context and cannot be created in a capture.
+        torch.cuda.current_stream().query()
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         # Torch's context manager would collect garbage, empty the memory cache and synchronize.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

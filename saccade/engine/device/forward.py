@@ -273,7 +273,7 @@ class ForwardPass:
                 self._upload_padding(size)
                 self.graphs.capture(size)
             else:
-                self.graphs.postpone(size, cover, cover.num_tokens - size.num_tokens)
+                self.graphs.postpone(size, cover, cover.padding_over(size))
 
     def _upload_padding(self, size: StepSize) -> None:
         """Upload the inputs of a step without requests."""

@@ -50,6 +50,10 @@ class StepSize(NamedTuple):
         """Decode and prefill requests."""
         return self.num_decode + self.num_chunks
 
+    def padding_over(self, size: StepSize) -> int:
+        """Tokens of padding if a step of `size` runs as this one. A sample costs about an eighth of a token."""
+        return self.num_tokens - size.num_tokens + (self.num_samples - size.num_samples) // 8
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Number of elements of each field, in the order of `StepInputs`."""
@@ -347,17 +351,14 @@ def declared_sizes(max_requests: int, max_draft_tokens: int = 0) -> Iterator[Ste
 def covers(declared: Iterable[StepSize]) -> dict[StepSize, StepSize]:
     """For each declared size the smallest one of some forty that is at least as large, or itself if it is one of them.
 
-    These are decode of 1, 2, 4, 8, ... requests, and every second number of tokens, with the most samples.
+    These are decode alone, decode with any number of prefill tokens and the most samples, and every second number of
+    prefill tokens without decode.
     """
     sizes = list(declared)
     tokens, most = {*STEP_TOKENS[1::2], STEP_TOKENS[-1]}, {size[:3]: size for size in sorted(sizes)}
-    decode = [size.num_tokens for size in sizes if size.num_chunks == 0]
-    tokens_of_decode = {max(decode), *(1 << bit for bit in range(max(decode).bit_length()))}
 
     def is_first(size: StepSize) -> bool:
-        if size.num_chunks == 0:
-            return size.num_tokens in tokens_of_decode
-        return size.num_tokens in tokens and size == most[size[:3]]
+        return size == most[size[:3]] and (size.num_decode > 0 or size.num_tokens in tokens)
 
     first = sorted(filter(is_first, sizes), key=lambda size: (size.num_tokens, size.num_samples, size.num_decode))
 
@@ -379,10 +380,10 @@ def _round_mixed_samples(num_samples: int, max_requests: int) -> int:
 
 
 def _round_decode(num_requests: int) -> int:
-    if num_requests <= 8:
+    """Up to 64 requests a step takes the time to read the weights, so powers of two are close enough."""
+    if num_requests <= 64:
         return 1 << (num_requests - 1).bit_length()
-    step = 8 if num_requests <= 64 else 32
-    return -(-num_requests // step) * step
+    return -(-num_requests // 32) * 32
 
 
 def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
