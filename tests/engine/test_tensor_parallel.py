@@ -27,6 +27,9 @@ FAMILIES = [
     llava_next.SHAPES[2], llava_onevision.SHAPES[0],
 ]  # fmt: skip
 """Shapes with 4 query heads and 1, 2 or 4 key/value heads; with and without tied embeddings, windows, deepstack."""
+SLOW = pytest.mark.slow
+ALWAYS = FAMILIES[0], FAMILIES[2], FAMILIES[3], FAMILIES[5], FAMILIES[7]
+"""One shape of each family; the others are slow."""
 LOGPROB_BOUND = 1e-5
 ROUNDED_BOUND = 0.1
 """With dynamic 8-bit inputs, where sums in another order are rounded to other values."""
@@ -105,7 +108,9 @@ def check_family(ranks, folder, seed, *, count=10):
     assert furthest(ours, theirs) < LOGPROB_BOUND
 
 
-@pytest.mark.parametrize("shape", FAMILIES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(one, id=one.name, marks=[SLOW] * (one not in ALWAYS)) for one in FAMILIES]
+)
 def test_tokens_of_every_family_are_those_of_one_rank(ranks, tmp_path, shape):
     check_family(ranks, make_checkpoint(tmp_path / "checkpoint", shape), seed=len(shape.name))
 
@@ -133,7 +138,9 @@ def test_grammars_adapters_penalties_and_cancelled_streams_in_one_batch_give_the
     assert all(events[name] for name in ("with a grammar", "with an adapter", "with penalties", "left")), events
 
 
-@pytest.mark.parametrize(("preset", "is_exact"), [("W4A16", True), ("FP8", True), ("W8A8", False)])
+@pytest.mark.parametrize(
+    ("preset", "is_exact"), [("W4A16", True), pytest.param("FP8", True, marks=SLOW), ("W8A8", False)]
+)
 def test_quantized_folders_give_the_tokens_of_one_rank(ranks, tmp_path, preset, is_exact):
     """The scales of W8A8's inputs are dynamic: of the largest channel of all ranks, so that they are the same."""
     from model.compressed import write_quantized  # the tests on a GPU import this module where its package is not
@@ -185,7 +192,15 @@ def features_of_other_tokens(monkeypatch):
     monkeypatch.setattr(DividedEncoder, "_own_features", lambda self: own(self).roll(1, 0))
 
 
-@pytest.mark.parametrize("mistake", [swapped_parts, one_sum_less, tokens_not_sent, features_of_other_tokens])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        swapped_parts,
+        one_sum_less,
+        pytest.param(tokens_not_sent, marks=SLOW),
+        pytest.param(features_of_other_tokens, marks=SLOW),
+    ],
+)
 def test_a_mistake_of_one_rank_changes_tokens_or_log_probabilities(ranks, folder, monkeypatch, mistake):
     prompts, outputs = plain(folder, 2, 8, 12)
     requests, config = (
@@ -209,7 +224,13 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.mark.parametrize("place", ["inputs", "layer", "late layer", "start of a pass", "pass", "register"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("inputs", marks=SLOW), "layer", pytest.param("late layer", marks=SLOW),
+        pytest.param("start of a pass", marks=SLOW), "pass", "register",
+    ],
+)  # fmt: skip
 def test_a_request_that_fails_on_one_rank_alone_fails_and_the_others_get_their_tokens(ranks, folder, place):
     prompts, outputs = plain(folder, 1, 12, 12)
     requests, doomed = [], f"doomed-{place}-1"

@@ -159,6 +159,7 @@ def version_status(fleet):
     return json.loads(run("status", fleet.file, "--json").stdout)["models"][0]["versions"][0]
 
 
+@pytest.mark.slow
 def test_requests_continue_when_the_encoder_is_killed(fleet):
     wait_until(lambda: fleet.sample("saccade:fleet_encoders_ready") == 1)
     asked = [about_an_image(seed) for seed in range(6)]
