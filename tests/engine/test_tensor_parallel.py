@@ -12,7 +12,7 @@ import torch
 from engine import gathered_peers, mixed_requests
 from engine.making_adapters import write_adapters
 from engine.shared_ranks import SharedRanks, checked_collectives, planted
-from engine.tiny import core_of, make_core, plain, request_of, run_all
+from engine.tiny import core_of, make_core, plain, request_of, requests_of, run_all
 from model import llava_next, llava_onevision
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
@@ -66,13 +66,6 @@ def drawn_config(rng, prompts):
         max_encoder_patches=rng.choice([64, 256, 4096]), encoder_cache_tokens=num_features + rng.choice([128, 800]),
         prefix_cache=rng.random() < 0.7, max_draft_tokens=rng.choice([0, 3]),
     )  # fmt: skip
-
-
-def requests_of(prompts, outputs, **fields):
-    return [
-        (request_of(str(i), prompt, SamplingParams(max_tokens=len(tokens), ignore_eos=True, **fields)), prompt)
-        for i, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True))
-    ]
 
 
 def furthest(ours, theirs):

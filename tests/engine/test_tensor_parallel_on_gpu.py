@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from engine import peers_alone
 from engine.shared_ranks import SharedRanks, planted
-from engine.test_tensor_parallel import requests_of
-from engine.tiny import make_core, plain, run_all
+from engine.tiny import make_core, plain, requests_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig

@@ -47,6 +47,14 @@ def request_of(name: str, prompt: TokenPrompt, sampling: SamplingParams, **field
     )  # fmt: skip
 
 
+def requests_of(prompts, outputs, **fields):
+    """(request, prompt) of each prompt, for as many tokens as its output has."""
+    return [
+        (request_of(str(i), prompt, SamplingParams(max_tokens=len(tokens), ignore_eos=True, **fields)), prompt)
+        for i, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
 def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dtype=None, grammars=None) -> EngineCore:
     processor = Processor.load(folder)
     model = load_model(folder, device=device, dtype=dtype).requires_grad_(False)
