@@ -1,7 +1,7 @@
 """Training steps of the 3B shape on one GPU (loss, backward, clipping and AdamW), and those of transformers.
 
-    python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--peers] \\
-        [--out rows.json]
+    python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--lora] \\
+        [--peers] [--out rows.json]
 
 `--recompute a` (activation checkpointing) is for both, `a/b` for vision tower and decoder.
 
@@ -16,7 +16,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,19 +33,21 @@ from saccade.train.flops import PEAK_FLOPS, micro_batch_work
 from saccade.train.loss import ModelWithLoss, count_labels, next_token_labels
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallel_config import Recompute
-from saccade.train.parallelize import ParallelModel, recompute
+from saccade.train.parallelize import ParallelModel, prepare_model, recompute
 from saccade.train.parameter_groups import PARTS, OptimizerConfig
+from saccade.train.stage_config import LoraConfig
 from saccade.train.train_state import TrainState
 from saccade.world import World
 
 Record = dict[str, Any]
 
 
-def random_model(config: ModelConfig) -> VLM:
-    """The model with random weights, initialized on the GPU."""
+def random_model(config: ModelConfig, lora: LoraConfig | None = None) -> VLM:
+    """The model with random weights, initialized on the GPU; with `lora`, only adapters are trained."""
     with torch.device("meta"):
-        model = VLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cuda")
+        model = VLM(config).to(torch.bfloat16)
+        prepare_model(model, OptimizerConfig(), lora, None, "bf16")
+    model = model.to_empty(device="cuda")
     model.tie_head()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -69,9 +71,9 @@ def extents(name: str) -> tuple[Recompute, Recompute]:
     return both  # type: ignore[return-value]
 
 
-def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
+def ours(config: ModelConfig, extent: str, lora: LoraConfig | None = None) -> Callable[[ModelInputs], None]:
     """One step with the trainer's components."""
-    model = random_model(config)
+    model = random_model(config, lora)
     of_vision, of_language = extents(extent)
     recompute(model.vision.blocks, of_vision)
     recompute(model.language.layers, of_language)
@@ -161,12 +163,13 @@ def measure(
     make: Callable[[], Callable[[ModelInputs], None]],
     rounds: int,
     num_batches: int | None = None,
+    trained: Iterable[str] = PARTS,
 ) -> Record:
     """One line of the report; running out of memory is a result."""
     batches = [
         packed_sequence(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
     ]
-    work = [micro_batch_work(config, batch, count_labels(next_token_labels(batch)), PARTS) for batch in batches]
+    work = [micro_batch_work(config, batch, count_labels(next_token_labels(batch)), trained) for batch in batches]
     flops = statistics.mean(w.vision_flops + w.decoder_flops for w in work)
     tokens = statistics.mean(batch.num_tokens for batch in batches)
     record: Record = {"path": path, "workload": workload, "tokens": round(tokens)}
@@ -193,6 +196,7 @@ def main() -> None:
     parser.add_argument("--size", default="3b")
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--recompute", nargs="*", default=["none"])
+    parser.add_argument("--lora", action="store_true", help="train LoRA adapters of the default rank alone")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument(
@@ -201,12 +205,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = named_size(options.size)
+    lora = LoraConfig() if options.lora else None
     records = []
     for workload in options.workload:
         for extent in options.recompute:
             records.append(
                 measure(
-                    f"saccade, recompute {extent}", workload, config, lambda e=extent: ours(config, e), options.rounds
+                    f"saccade, recompute {extent}{', LoRA' if lora else ''}",
+                    workload,
+                    config,
+                    lambda e=extent: ours(config, e, lora),
+                    options.rounds,
+                    trained=("language.lora",) if lora else PARTS,
                 )
             )
     if options.peers:

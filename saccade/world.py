@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -151,13 +151,18 @@ class World:
         """
         if self.dims.count(*axes) == 1:
             return None
-        return self._open_group(axes, backend="nccl" if self.device.type == "cuda" else "gloo")
+        return self._open_group(axes, backend=dist.get_backend())
 
     def cpu_group_of(self, *axes: Axis) -> dist.ProcessGroup | None:
         """`group` for tensors on the CPU, which may be another one than that of the device."""
         if self.device.type == "cpu" or self.dims.count(*axes) == 1:
             return self.group(*axes)
         return self.cpu_group if self.dims.count(*axes) == self.size else self._open_group(axes, backend="gloo")
+
+    @property
+    def process_groups(self) -> Mapping[tuple[tuple[Axis, ...], str | None], dist.ProcessGroup]:
+        """The groups that were opened, by their axes and backend; that of all ranks is not among them."""
+        return self._groups
 
     def _open_group(self, axes: tuple[Axis, ...], backend: str | None = None) -> dist.ProcessGroup:
         self.open_local_group()

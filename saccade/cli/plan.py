@@ -1,4 +1,4 @@
-"""`saccade plan`: the memory of training, and the capacity of serving."""
+"""`saccade plan`: the memory of training, its layouts on a cluster, and the capacity of serving."""
 
 import json
 from pathlib import Path
@@ -38,6 +38,25 @@ def plan(
     recompute_language: Annotated[
         str | None, typer.Option(help="Activation checkpointing of the decoder, likewise.")
     ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1024, help="Compare layouts of --gpus for packed sequences of so many tokens; default 16384."),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare layouts; between nodes: ib-ndr (default), ib-hdr, roce-400, efa, ethernet-100, "
+            "ethernet-25, or the Gbit/s of each GPU."
+        ),
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node, for layouts.")] = 8,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Compare layouts; packed sequences of a step, default one per GPU.")
+    ] = None,
+    gpu_hour_price: Annotated[float | None, typer.Option(min=0.0, help="Price of a GPU hour, for layouts.")] = None,
+    explain: Annotated[
+        Path | None, typer.Option(help="Compare layouts; write a page with the timeline of the best one.")
+    ] = None,
     set_: SetOption = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving; every option below implies it.")] = False,
     text_tokens: Annotated[
@@ -70,7 +89,7 @@ def plan(
     head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan the GPU memory of training, or the capacity of serving: what fits, why, and what to change otherwise."""
+    """Plan training (memory, or layouts of a cluster) or the capacity of serving: what fits, why, what to change."""
     sizes = {"--parameters": parameters, "--layers": layers, "--heads": heads, "--head-dim": head_dim}
     load = {
         "text_tokens": text_tokens,
@@ -80,6 +99,9 @@ def plan(
         "concurrency": concurrency,
         "latency_s": latency_s,
     }
+    asked = {
+        "--seq-len": seq_len, "--network": network, "--global-batch-size": global_batch_size, "--explain": explain,
+    }  # fmt: skip
     serving = (tensor_parallel_size, *load.values(), image_size, context, *sizes.values(), kv_heads)
     training = {
         "--tokens": tokens,
@@ -88,7 +110,12 @@ def plan(
         "--recompute-language": recompute_language,
         "--set": set_,
     }
+    asks_layouts = any(value is not None for value in asked.values())
     if serve or any(value is not None for value in serving):
+        if given := [flag for flag, value in asked.items() if value is not None]:
+            raise ConfigError(
+                f"{given[0]} compares layouts of training, but a plan of serving was asked for. Remove it"
+            )
         if given := [flag for flag, value in training.items() if value is not None]:
             raise ConfigError(f"{given[0]} is for training, but a plan of serving was asked for. Remove it")
         images = [_image_size(text) for text in image_size or []]
@@ -98,6 +125,17 @@ def plan(
         return
     if model is None:
         raise ConfigError("no model. Give a checkpoint folder, a size such as 3b, or a training recipe")
+    if asks_layouts:
+        if given := [flag for flag, value in training.items() if value is not None and flag != "--patches"]:
+            raise ConfigError(f"{given[0]} is for the plan of one layout. Remove it, or {', '.join(asked)}")
+        report = _plan_layouts(
+            model, gpu, gpus, network or "ib-ndr", gpus_per_node, seq_len or 16384, global_batch_size or gpus, patches,
+            gpu_hour_price,
+        )  # fmt: skip
+        typer.echo(json.dumps(report.record()) if as_json else "\n".join(report.lines()))
+        if explain is not None:
+            report.write(explain)
+        return
     plans = _plan_training(model, gpu, gpus, training)
     if as_json:
         typer.echo(json.dumps({name: made.record() for name, made in plans.items()}))
@@ -170,6 +208,29 @@ def _image_size(text: str) -> tuple[int, int]:
     if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
         raise ConfigError(f"--image-size {text!r}: write WIDTHxHEIGHT in pixels, such as 672x672")
     return int(width), int(height)
+
+
+# ------------------------------------------------------------------ layouts
+
+
+def _plan_layouts(
+    model: str, gpu: str, gpus: int, network: str, gpus_per_node: int, seq_len: int, global_batch_size: int,
+    patches: int | None, gpu_hour_price: float | None,
+) -> Any:  # fmt: skip
+    """The layouts of a cluster."""
+    from saccade.plan.gpus import gpu_named
+    from saccade.plan.layout_report import LayoutReport
+    from saccade.plan.layouts import Cluster, Job, LayoutPlanner
+    from saccade.plan.prices import network_named
+    from saccade.plan.served_model import model_config
+
+    if model.endswith(".toml"):
+        raise ConfigError("layouts are compared for a checkpoint folder or a size such as 7b, and a recipe was given")
+    job = Job(
+        config=model_config(model), seq_len=seq_len, global_batch_size=global_batch_size, patches=patches
+    )  # fmt: skip
+    cluster = Cluster(gpu=gpu_named(gpu), num_gpus=gpus, network=network_named(network, gpus_per_node))
+    return LayoutReport(LayoutPlanner(job, cluster), gpu_hour_price=gpu_hour_price)
 
 
 # ------------------------------------------------------------------ training

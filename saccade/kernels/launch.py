@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -25,19 +25,29 @@ from saccade.log import log_once
 
 logger = logging.getLogger(__name__)
 
+OnLaunch = Callable[[str, Sequence[object]], None]
+"""Called in a dry run with the name and the positional arguments of a kernel that is not launched."""
+
+
+_on_launch: ContextVar[OnLaunch | None] = ContextVar("on_launch", default=None)
+
 
 class _UnlaunchedKernel:
     """A kernel whose launch does nothing: in a dry run, or without Triton."""
 
+    def __init__(self, name: str) -> None:
+        self._name = name
+
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *_, **__: None
+        on_launch = _on_launch.get()
+        return lambda *args, **_: None if on_launch is None else on_launch(self._name, args)
 
 
 class _MissingTriton:
     """Replaces `triton` and `tl` if Triton is not installed: kernels are defined, but never launched."""
 
     def jit(self, kernel: Callable[..., None] | None = None, **_: object) -> object:
-        return _UnlaunchedKernel() if kernel is not None else lambda _: _UnlaunchedKernel()
+        return self.jit if kernel is None else _UnlaunchedKernel(kernel.__name__)
 
     def cdiv(self, x: int, y: int) -> int:
         return -(-x // y)
@@ -57,8 +67,8 @@ except ImportError:
 
 __all__ = [
     "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced",
-    "has_tma", "is_differentiable", "is_forced", "is_interpreting", "log_path", "num_sms", "overlap_options", "tl",
-    "triton",
+    "has_tma", "is_differentiable", "is_dry_run", "is_forced", "is_interpreting", "log_path", "num_sms",
+    "overlap_options", "tl", "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -75,6 +85,11 @@ def is_interpreting() -> bool:
 
 
 _is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
+
+
+def is_dry_run() -> bool:
+    """Whether kernels are not launched: their tensors may have shapes and no memory."""
+    return _is_dry_run.get()
 
 
 def available_paths(x: Tensor, *fastest_first: Path) -> tuple[Path, ...]:
@@ -227,14 +242,14 @@ def _install_compile_hook() -> None:
 
 
 @contextlib.contextmanager
-def dry_run() -> Iterator[None]:
+def dry_run(on_launch: OnLaunch | None = None) -> Iterator[None]:
     """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU without launches.
 
     Their launchers run as they are, so that outputs, scratch buffers and tensors saved for backward have the sizes they
-    have on a GPU.
+    have on a GPU. `on_launch` is called instead of each launch.
     """
     if isinstance(triton, _MissingTriton):
-        with _dry_run():
+        with _dry_run(on_launch):
             yield
         return
     from triton.runtime.jit import KernelInterface
@@ -242,20 +257,21 @@ def dry_run() -> Iterator[None]:
     launch_kernel = KernelInterface.__getitem__
 
     def launch_unless_dry(self: Any, grid: Any) -> Any:
-        return _UnlaunchedKernel()[grid] if _is_dry_run.get() else launch_kernel(self, grid)
+        return _UnlaunchedKernel(self.fn.__name__)[grid] if _is_dry_run.get() else launch_kernel(self, grid)
 
     KernelInterface.__getitem__ = launch_unless_dry
     try:
-        with _dry_run():
+        with _dry_run(on_launch):
             yield
     finally:
         KernelInterface.__getitem__ = launch_kernel
 
 
 @contextlib.contextmanager
-def _dry_run() -> Iterator[None]:
-    token = _is_dry_run.set(True)
+def _dry_run(on_launch: OnLaunch | None) -> Iterator[None]:
+    tokens = _is_dry_run.set(True), _on_launch.set(on_launch)
     try:
         yield
     finally:
-        _is_dry_run.reset(token)
+        _is_dry_run.reset(tokens[0])
+        _on_launch.reset(tokens[1])

@@ -85,21 +85,21 @@ class MetaCache(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def result(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """(result, FLOPs) of an operation."""
         if _changes_values(operation) and args[0].is_meta:
-            return args[0], _flops(operation, args, kwargs, args[0])
+            return args[0], flops_of(operation, args, kwargs, args[0])
         key = _cache_key(operation, args, kwargs)
         found = None if key is None else _results.get(key)
         if found is not None:
             shape, stride, dtype, flops = found
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta"), flops
         out = operation(*args, **kwargs)
-        flops = _flops(operation, args, kwargs, out)
+        flops = flops_of(operation, args, kwargs, out)
         if key is not None and key not in _results:
             is_plain = isinstance(out, Tensor) and out.is_meta
             _results[key] = (out.shape, out.stride(), out.dtype, flops) if is_plain else None
         return out, flops
 
 
-def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def flops_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """FLOPs of a matrix product, in place or not; 0 of other operations."""
     count = _flop_formula(operation)
     if count is None:

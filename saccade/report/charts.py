@@ -229,6 +229,43 @@ def _bar(x: float, y: float, width: float, height: float, kind: str, content: st
     return f'<rect class="{kind}" {where}>{content}</rect>'
 
 
+# ------------------------------------------------------------------ timeline
+
+
+class Span(NamedTuple):
+    """An interval of a lane of a timeline."""
+
+    start: float
+    end: float
+    tooltip: str
+
+
+def timeline_chart(
+    title: str, lanes: Mapping[str, Sequence[Span]], *, show: Callable[[float], str] = short_number
+) -> Html:
+    """Lanes over a common axis of time that begins at 0, one colour each."""
+    width, left, right, row_height = 1080, 90, 1070, 34
+    end = max((span.end for spans in lanes.values() for span in spans), default=1.0)
+    height = row_height * len(lanes) + 30
+
+    def x(time: float) -> float:
+        return left + time / end * (right - left)
+
+    parts = [
+        f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="0" y2="{height - 22}"/>'
+        for tick in ticks(0, end)
+    ]
+    parts += [_label("tick", x(tick), height - 6, show(tick)) for tick in ticks(0, end)]
+    for number, (name, spans) in enumerate(lanes.items()):
+        y = row_height * number + 4
+        parts.append(_label("label", left - 8, y + row_height / 2, name))
+        parts += [
+            _bar(x(start), y, max(0.3, x(stop) - x(start) - 0.2), row_height - 8, colour_class(number), content)
+            for start, stop, content in ((one.start, one.end, f"<title>{escape(one.tooltip)}</title>") for one in spans)
+        ]
+    return figure(title, _svg(title, width, height, parts))
+
+
 # ------------------------------------------------------------------ bars
 
 

@@ -15,7 +15,7 @@ most layers are alike.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def dry_run(
     """
     blocks = model_blocks(model)
     live = LiveBytes(*model.parameters(), *model.buffers(), *batch.tensors)
-    hooks = [*_mark_phases(model, blocks, live), *_follow_gradients(model, blocks, live, kept)]
+    hooks = [*mark_phases(model, blocks, live), *_follow_gradients(model, blocks, live, kept)]
     try:
         with launch.dry_run(), live:
             live.kind = "frozen models"
@@ -184,7 +184,17 @@ def image_grids(model: VLM, num_patches: int) -> list[Grid]:
 # ------------------------------------------------------------------ hooks
 
 
-def _mark_phases(model: VLM, blocks: Mapping[str, nn.Module], live: LiveBytes) -> Iterator[Any]:
+class PhaseMarks(Protocol):
+    """What is told where a phase begins."""
+
+    kind: str
+    """Kind of what is made meanwhile."""
+
+    def start_phase(self, name: str, block: str | None = None) -> None:
+        """Begin another phase; `block`: whose backward pass it is."""
+
+
+def mark_phases(model: VLM, blocks: Mapping[str, nn.Module], live: PhaseMarks) -> Iterator[Any]:
     """Start phases at the blocks, the projector and the loss, and name the kind of what is made meanwhile."""
     for name, module in {**blocks, "projector": model.projector}.items():
         yield module.register_forward_pre_hook(_start(live, f"forward of {name}"))
@@ -202,7 +212,7 @@ def _mark_phases(model: VLM, blocks: Mapping[str, nn.Module], live: LiveBytes) -
     yield model.language.register_forward_hook(_name_kind(live, "loss"))
 
 
-def _name_kind(live: LiveBytes, kind: str) -> Callable[..., None]:
+def _name_kind(live: PhaseMarks, kind: str) -> Callable[..., None]:
     def hook(*_: object) -> None:
         if live.kind != "workspace":
             live.kind = kind
@@ -210,11 +220,11 @@ def _name_kind(live: LiveBytes, kind: str) -> Callable[..., None]:
     return hook
 
 
-def _start(live: LiveBytes, name: str) -> Callable[..., None]:
+def _start(live: PhaseMarks, name: str) -> Callable[..., None]:
     return lambda *_: live.start_phase(name)
 
 
-def _start_backward(live: LiveBytes, block: str | None, name: str) -> Callable[..., None]:
+def _start_backward(live: PhaseMarks, block: str | None, name: str) -> Callable[..., None]:
     """A forward hook: when the gradient of an output is known, the module's backward pass starts."""
     is_started = False
 

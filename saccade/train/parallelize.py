@@ -161,7 +161,7 @@ def parallelize(
     recompute(model.language.layers, config.recompute_language, is_random=has_dropout)
     reduce_scatters: list[CompressedReduceScatter] = []
     if is_sharded:
-        _shard(module, _mesh(strategy, world), config, DTYPES[dtype])
+        shard(module, data_mesh(strategy, world), config, DTYPES[dtype])
         if (rounding := config.rounding_of_shards) is not None:
             reduce_scatters = compress_gradients(module, rounding)
     _allocate(module, "cpu" if is_sharded and config.offload else world.device)
@@ -295,12 +295,12 @@ def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = Fal
 # ------------------------------------------------------------------ shard
 
 
-def _mesh(strategy: Strategy, world: World) -> DeviceMesh:
+def data_mesh(strategy: Strategy, world: World) -> DeviceMesh:
     """A 1D mesh of the shards, or replicas x shards; the shards of a replica are neighbouring ranks, on one node."""
     return world.mesh(SHARDS) if strategy == "fsdp" else world.mesh(REPLICAS, SHARDS)
 
 
-def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
+def shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
     """FSDP2: one unit per block, one for the vision tower, one for the root."""
     # Inputs are not cast: blocks receive bf16 activations and fp32 rotary tables.
     precision = MixedPrecisionPolicy(

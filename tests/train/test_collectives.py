@@ -16,7 +16,7 @@ from saccade.parallel_dims import ParallelDims
 from saccade.processor.inputs import ModelInputs
 from saccade.train.loss import ModelWithLoss
 from saccade.train.parallel_config import ParallelConfig
-from saccade.train.parallelize import _mesh, _shard
+from saccade.train.parallelize import data_mesh, shard
 from saccade.train.tensor_parallel import TensorShards, divide_model
 from saccade.world import World
 
@@ -67,7 +67,7 @@ def counted_step(dims, *, strategy):
         shards = TensorShards(model, world)
         shards.connect("none")
     module = ModelWithLoss(model)
-    _shard(module, _mesh(strategy, world), ParallelConfig(), torch.float32)
+    shard(module, data_mesh(strategy, world), ParallelConfig(), torch.float32)
     module.to_empty(device="cpu")
     model.tie_head()
     with torch.no_grad():

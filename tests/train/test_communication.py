@@ -74,3 +74,22 @@ def test_the_report_of_a_run_is_written_next_to_its_traces(tmp_path):
     report = json.loads((tmp_path / "run/trace/communication-rank0.json").read_text())
     assert report["compute"] > 0
     assert report["kinds"] == {}, "one rank communicates with no other"
+
+
+def test_two_ranks_report_the_collectives_of_their_layout(tmp_path):
+    """Each rank reports its own: gathers of parameters and reductions of gradients by gloo, and what they exposed."""
+    from train.running import make_checkpoint, run_together, write_recipe, write_shards
+
+    checkpoint, shards = make_checkpoint(tmp_path / "checkpoint"), write_shards(tmp_path / "shards", 24)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+    settings = ["stages.0.steps=5", "log.profile=true", "parallel.shard=2"]
+    run_together([{"recipe": str(recipe), "set": settings}], tmp_path, num_ranks=2)
+    for rank in range(2):
+        report = json.loads((tmp_path / f"run/trace/communication-rank{rank}.json").read_text())
+        kinds = report["kinds"]
+        assert len(kinds) >= 2, "parameters are gathered, gradients reduced"
+        assert all(one["count"] >= 3 for one in kinds.values()), "three steps are profiled"
+        assert all(0 <= one["exposed"] <= one["total"] for one in kinds.values())
+        assert 0 < report["exposed"] < report["elapsed"]
+        assert max(one["exposed"] for one in kinds.values()) <= report["exposed"] + 1e-6
+        assert report["compute"] + report["exposed"] <= report["elapsed"] + 1e-6

@@ -179,9 +179,13 @@ class VisionTower(Tower):
         """See `Tower`."""
         return sum(map(math.prod, grids))
 
+    def image_lengths(self, grids: Sequence[Sequence[int]]) -> list[int]:
+        """See `Tower`."""
+        return [rows * columns for count, rows, columns in grids for _ in range(count)]
+
     def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
         """See `Tower`."""
-        frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
+        frames = self.image_lengths(grids)
         if not self.config.has_windows:
             return sum(n * n for n in frames) * self.config.num_layers
         num_full = len(self.config.full_attention_layers)

@@ -169,10 +169,14 @@ class TileTower(Tower):
         """See `Tower`."""
         return sum(tiles for tiles, _, _ in grids) * self.config.tiling.patches_per_tile
 
-    def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
+    def image_lengths(self, grids: Sequence[Sequence[int]]) -> list[int]:
         """See `Tower`."""
         rows = self.config.tiling.patches_per_tile + self.config.has_class_token
-        return sum(tiles for tiles, _, _ in grids) * rows**2 * self.config.num_run_layers
+        return [rows] * sum(tiles for tiles, _, _ in grids)
+
+    def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
+        """See `Tower`."""
+        return sum(n * n for n in self.image_lengths(grids)) * self.config.num_run_layers
 
     def unused_modules(self) -> list[nn.Module]:
         """See `Tower`: the blocks after the selected layers, and the last norm."""

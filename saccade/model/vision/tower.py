@@ -95,6 +95,10 @@ class Tower(nn.Module):
         """Patches of all images."""
         raise NotImplementedError
 
+    def image_lengths(self, grids: Sequence[Sequence[int]]) -> list[int]:
+        """Rows that attend to one another in blocks without windows: of each frame pair or tile of these images."""
+        raise NotImplementedError
+
     def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
         """Pairs of patches that attend to each other, over all blocks that are run."""
         raise NotImplementedError

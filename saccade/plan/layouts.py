@@ -1,0 +1,376 @@
+"""The best layouts of a training run on a cluster: every possible one is priced, and why it loses is said.
+
+    packed sequences of ragged data -> one recorded step per (tensor, context, activation checkpointing)
+    -> times of its operations -> timeline -> step of each layout -> the fastest that fits
+
+A recorded step has the same operations for any number of shards and copies; the links that its collectives use differ.
+Pipeline parallelism is not recorded: the operations of a step are cut into stages of equal cost, and stages wait for
+one another as the formula of 1F1B says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from typing import TypeGuard
+
+import numpy as np
+import torch
+
+from saccade.errors import ConfigError
+from saccade.model.config import ModelConfig
+from saccade.model.live_bytes import Phases
+from saccade.model.shard import TensorRank
+from saccade.model.tensor_parallel import possible_ranks
+from saccade.model.vlm import VLM
+from saccade.parallel_dims import ParallelDims
+from saccade.plan.gpus import Gpu
+from saccade.plan.prices import KernelPrices, LinkPrices, Network, Segments
+from saccade.plan.ragged import Floats, PackedShape, draw_sequences, slowest_rank, typical
+from saccade.plan.stages import stage_operations
+from saccade.plan.timeline import Timeline, simulate
+from saccade.train.dry_run import MicroBatchSize
+from saccade.train.flops import forward_flops, training_flops
+from saccade.train.memory import Extents, MemoryPlanner
+from saccade.train.memory_plan import GIB
+from saccade.train.parallel_config import ParallelConfig
+from saccade.train.parallelize import prepare_model
+from saccade.train.parameter_groups import PARTS, OptimizerConfig
+from saccade.train.recorded_step import Attention, Collective, Operation, SequenceShape, StepSettings, record_step
+from saccade.train.tensor_parallel import divide_model
+
+EXTENTS: tuple[Extents, ...] = (
+    ("none", "none"), ("selective", "none"), ("full", "none"),
+    ("selective", "selective"), ("full", "selective"), ("full", "full"),
+)  # fmt: skip
+"""Activation checkpointing of tower and decoder, the least additional compute first."""
+_MIN_TOKENS = 8192
+"""Tokens of a context rank, at least: with fewer, kernels are short and gathers are not."""
+_NODES_PER_COPY = (1, 4)
+"""Numbers of nodes that one sharded copy may have, besides all."""
+Seconds = Callable[[Operation], float]
+COMPUTE, WAITING, BUBBLE, UPDATE = "compute", "slowest rank", "bubble", "update"
+"""Parts of a step, next to the exposed time of each kind of collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal GPUs, in nodes."""
+
+    gpu: Gpu
+    """Each of them."""
+    num_gpus: int
+    """Number of GPUs."""
+    network: Network
+    """Links between nodes, and GPUs of a node."""
+
+    def __post_init__(self) -> None:
+        if self.gpu.bf16 is None or self.gpu.bandwidth is None:
+            raise ConfigError(f"the speed of a GPU of {self.gpu.gib:g} GiB is not known. Give its name, such as H100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained: all parameters, with AdamW."""
+
+    config: ModelConfig
+    """The model."""
+    seq_len: int
+    """Tokens of a packed sequence, at most."""
+    global_batch_size: int
+    """Packed sequences of a step."""
+    patches: int | None = None
+    """Mean vision patches of a packed sequence; None: those of the mixture in `ragged.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPlan:
+    """One layout: what it costs, or why it is not possible."""
+
+    dims: ParallelDims
+    """The layout."""
+    micro_batches: int = 0
+    """Packed sequences of a data rank and step."""
+    extents: Extents = ("none", "none")
+    """Activation checkpointing of tower and decoder."""
+    memory_gib: float = 0.0
+    """Peak memory of a GPU."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step: they add up to it."""
+    mfu: float = 0.0
+    """Share of the GPUs' peak that the model's FLOPs are, without recomputation."""
+    tokens_per_s: float = 0.0
+    """On all GPUs."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """A micro-batch of the slowest stage."""
+    collectives: tuple[Collective, ...] = ()
+    """Of a micro-batch, over all stages."""
+    reason: str = ""
+    """Why it is not possible, or loses."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it fits, and every rank has data."""
+        return bool(self.parts)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which computation waits for communication."""
+        return sum(seconds for part, seconds in self.parts.items() if part not in (COMPUTE, WAITING, BUBBLE, UPDATE))
+
+
+class LayoutPlanner:
+    """Plans the layouts of a job on a cluster."""
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self.job, self.cluster = job, cluster
+        self._recorded: dict[tuple[int, int, Extents], list[Operation]] = {}
+
+    @cached_property
+    def sequences(self) -> list[PackedShape]:
+        """Packed sequences of the data."""
+        return draw_sequences(self.job.config, seq_len=self.job.seq_len, patches=self.job.patches)
+
+    @cached_property
+    def typical(self) -> PackedShape:
+        """The packed sequence that is recorded."""
+        return typical(self.sequences)
+
+    def plan(self) -> list[LayoutPlan]:
+        """All layouts: the fastest first, then those that are not possible."""
+        found = [self._plan(dims) for dims in candidates(self.job, self.cluster)]
+        possible = sorted((one for one in found if one.is_possible), key=lambda one: one.step_s)
+        return [
+            *possible[:1],
+            *(replace(one, reason=_why_slower(one, possible[0])) for one in possible[1:]),
+            *(one for one in found if not one.is_possible),
+        ]
+
+    def recorded_exactly(self, plan: LayoutPlan) -> list[Collective]:
+        """The collectives of a micro-batch on exactly these ranks, with all decoder layers run."""
+        operations = record_step(self._settings(plan.extents), plan.dims, self.typical.shape, is_whole=True)
+        return [one for one in operations if isinstance(one, Collective)]
+
+    # -------------------------------------------------------------- one layout
+
+    def _plan(self, dims: ParallelDims) -> LayoutPlan:
+        num_data = dims.count("replicate", "shard")
+        if num_data > self.job.global_batch_size:
+            reason = f"{num_data} data ranks, {self.job.global_batch_size} sequences per step"
+            return LayoutPlan(dims=dims, reason=reason)
+        micro_batches = -(-self.job.global_batch_size // num_data)
+        if dims.pipeline > 1 and micro_batches < dims.pipeline:
+            return LayoutPlan(dims=dims, reason=f"{micro_batches} micro-batches do not fill {dims.pipeline} stages")
+        least = 0.0
+        for extents in EXTENTS:
+            gib = self._memory_gib(dims, extents, micro_batches)
+            if gib <= self.cluster.gpu.gib:
+                return self._timed(LayoutPlan(dims=dims, micro_batches=micro_batches, extents=extents, memory_gib=gib))
+            least = min(least, gib) if least else gib
+        return LayoutPlan(dims=dims, memory_gib=least, reason=f"does not fit: {least:.0f} GiB at least")
+
+    def _memory_gib(self, dims: ParallelDims, extents: Extents, micro_batches: int) -> float:
+        """Peak memory of a rank. Of a pipeline: that of a stage with tower, head, and micro-batches in flight."""
+        planner = self._memory_planner(replace(dims, pipeline=1), dims.pipeline, micro_batches)
+        made = planner.plan(self._largest, extents)
+        in_flight = min(dims.pipeline, micro_batches) - 1
+        activations = sum(size for part, size in made.parts.items() if part.startswith("activations"))
+        return made.total_gib + in_flight * activations / GIB
+
+    @cached_property
+    def _largest(self) -> MicroBatchSize:
+        most = max(one.num_patches for one in self.sequences)
+        return MicroBatchSize(tokens=self.job.seq_len, patches=most)
+
+    @cache  # noqa: B019  a planner lives as long as its command
+    def _memory_planner(self, dims: ParallelDims, num_stages: int, micro_batches: int) -> MemoryPlanner:
+        language = self.job.config.language
+        language = replace(language, num_layers=-(-language.num_layers // num_stages))
+        parallel = ParallelConfig(
+            replicate=dims.replicate, shard=dims.shard, context=dims.context, tensor=dims.tensor,
+            strategy="auto",
+        )  # fmt: skip
+        return MemoryPlanner(
+            config=replace(self.job.config, language=language), world_size=dims.size, parallel=parallel,
+            micro_batches_per_rank=micro_batches, _steps=self._dry_runs(num_stages),
+        )  # fmt: skip
+
+    @cache  # noqa: B019
+    def _dry_runs(self, num_stages: int) -> dict[str, Phases]:
+        """Dry runs of a stage, shared by planners with other ranks."""
+        return {}
+
+    def _timed(self, plan: LayoutPlan) -> LayoutPlan:
+        """The plan with the times of a step."""
+        dims, micro_batches = plan.dims, plan.micro_batches
+        kernels, links = (
+            self._kernel_prices(dims.context, dims.tensor),
+            LinkPrices(self.cluster.gpu, self.cluster.network, dims),
+        )
+        operations = self._operations(dims, plan.extents)
+        step = [one for one in operations if one.phase != "the update"]
+        seconds_of = self._seconds(dims.context, dims.tensor)
+        stages = stage_operations(step, dims.pipeline, seconds_of)
+        timelines = [simulate(stage, seconds_of, links.seconds) for stage in stages]
+        slowest = max(timelines, key=lambda one: one.end)
+        waiting = self._slowest_rank(step, seconds_of, dims, micro_batches) / len(stages)
+        parts = {COMPUTE: slowest.compute * micro_batches, WAITING: waiting * micro_batches}
+        parts |= {name: seconds * micro_batches for name, seconds in slowest.exposed.items()}
+        if dims.pipeline > 1:
+            sent = self._boundary_bytes(dims)
+            micro_s = slowest.end + waiting
+            parts[BUBBLE] = (dims.pipeline - 1) * (micro_s + 2 * links.peer_seconds(sent, "pipeline"))
+        update = [one for one in operations if one.phase == "the update"]
+        own = num_parameters(self.job.config, dims.tensor) / dims.count("shard", "context", "pipeline")
+        parts[UPDATE] = simulate(update, seconds_of, links.seconds).end + kernels.update_seconds(own)
+        step_s, tokens = sum(parts.values()), self._tokens_of_step
+        peak = self.cluster.gpu.bf16
+        assert peak is not None, "checked by Cluster"
+        return replace(
+            plan, parts=parts, timeline=slowest, tokens_per_s=tokens / step_s,
+            mfu=self._flops_of_step / (step_s * self.cluster.num_gpus * peak),
+            collectives=tuple(one for one in step if isinstance(one, Collective)),
+        )  # fmt: skip
+
+    @cache  # noqa: B019
+    def _seconds(self, num_context: int, num_tensor: int) -> Seconds:
+        """The price of each operation, computed once."""
+        return cache(self._kernel_prices(num_context, num_tensor).seconds)
+
+    def _kernel_prices(self, num_context: int, num_tensor: int) -> KernelPrices:
+        shape, pairs = self.typical.shape, self._shares(num_context, num_tensor)[:, 1]
+        images = meta_model(self.job.config).vision.image_lengths(shape.grids)
+        return KernelPrices(
+            gpu=self.cluster.gpu, decoder=Segments(shape.lengths, True), tower=Segments(images, False),
+            num_context=num_context, tower_share=float(pairs[0] / max(pairs.sum(), 1.0)),
+        )  # fmt: skip
+
+    def _operations(self, dims: ParallelDims, extents: Extents) -> list[Operation]:
+        """The recorded step of two shards and two copies, with the bytes and collectives of this layout."""
+        key = (dims.tensor, dims.context, extents)
+        if dims.count("replicate", "shard", "context") == 1:
+            return record_step(self._settings(extents), dims, self.typical.shape)
+        if key not in self._recorded:
+            recorded = ParallelDims(replicate=2, shard=2, context=dims.context, tensor=dims.tensor)
+            self._recorded[key] = record_step(self._settings(extents), recorded, self.typical.shape)
+        return [
+            one._replace(num_bytes=one.num_bytes * 2 // dims.shard) if _is_between_copies(one) else one
+            for one in self._recorded[key]
+            if dims.replicate > 1 or not _is_between_copies(one)
+        ]
+
+    def _settings(self, extents: Extents) -> StepSettings:
+        parallel = ParallelConfig(recompute_vision=extents[0], recompute_language=extents[1])
+        return StepSettings(config=self.job.config, parallel=parallel)
+
+    def _slowest_rank(
+        self, operations: Sequence[Operation], seconds_of: Seconds, dims: ParallelDims, micro_batches: int
+    ) -> float:
+        """Seconds by which the slowest rank of a micro-batch exceeds the recorded one: images and lengths differ."""
+        spent = {"tower": 0.0, "images": 0.0, "decoder": 0.0}
+        for one in operations:
+            is_tower, is_attention = " of vision." in one.phase, isinstance(one, Attention)
+            if is_tower or is_attention:
+                part = "decoder" if not is_tower else "images" if is_attention else "tower"
+                spent[part] += seconds_of(one)
+        ranks = dims.context, dims.tensor
+        per_patch, per_image_pair = np.array([spent["tower"], spent["images"]]) / np.maximum(self._shares(*ranks)[0], 1)
+        per_pair = spent["decoder"] / max(self.typical.pairs, 1.0)
+
+        def seconds(sequence: PackedShape) -> float:
+            of_ranks = sequence.shares(*ranks) @ np.array([per_patch, per_image_pair])
+            return float(of_ranks.max()) + per_pair * sequence.pairs
+
+        num_data = dims.count("replicate", "shard")
+        slowest = slowest_rank(self.sequences, seconds, num_ranks=num_data, num_micro_batches=micro_batches)
+        return slowest - sum(spent.values())
+
+    def _shares(self, num_context: int, num_tensor: int) -> Floats:
+        return self.typical.shares(num_context, num_tensor)
+
+    def _boundary_bytes(self, dims: ParallelDims) -> float:
+        tokens = self.job.seq_len / dims.count("context", "tensor")
+        return tokens * self.job.config.language.hidden_size * 2
+
+    @cached_property
+    def _tokens_of_step(self) -> float:
+        tokens = sum(one.shape.num_tokens for one in self.sequences) / len(self.sequences)
+        return tokens * self.job.global_batch_size
+
+    @cached_property
+    def _flops_of_step(self) -> float:
+        total = 0.0
+        for one in self.sequences:
+            shape = one.shape
+            forward = forward_flops(self.job.config, shape.lengths, shape.grids, shape.num_loss_tokens)
+            total += sum(training_flops(forward, PARTS, tied_head=self.job.config.tied_head))
+        return total / len(self.sequences) * self.job.global_batch_size
+
+
+def lone_step_s(settings: StepSettings, shape: SequenceShape, gpu: Gpu) -> float:
+    """Seconds of a step of one micro-batch on one GPU."""
+    with torch.device("meta"):
+        model = VLM(settings.config)
+        prepare_model(model, OptimizerConfig(), settings.lora, None, settings.dtype)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    prices = KernelPrices(
+        gpu=gpu,
+        decoder=Segments(shape.lengths, True),
+        tower=Segments(model.vision.image_lengths(shape.grids), False),
+    )
+    operations = record_step(settings, ParallelDims(), shape)
+    return sum(map(prices.seconds, operations)) + prices.update_seconds(trained)
+
+
+def candidates(job: Job, cluster: Cluster) -> Iterator[ParallelDims]:
+    """Layouts of exactly these GPUs: tensor ranks within a node, context where sequences are long, up to 8 stages."""
+    per_node = cluster.network.gpus_per_node
+    layers = job.config.language.num_layers
+    for tensor in (size for size in possible_ranks(job.config.language) if size <= per_node and per_node % size == 0):
+        for context in (size for size in (1, 2, 4, 8, 16, 32) if size == 1 or job.seq_len // size >= _MIN_TOKENS):
+            for pipeline in (size for size in (1, 2, 4, 8) if layers % size == 0 and (size == 1 or tensor > 1)):
+                ranks, rest = divmod(cluster.num_gpus, tensor * context * pipeline)
+                if rest or not ranks:
+                    continue
+                of_nodes = (nodes * per_node // (tensor * context) for nodes in _NODES_PER_COPY)
+                for shard in sorted({ranks, *(size for size in of_nodes if size > 0 and ranks % size == 0)}):
+                    dims = ParallelDims(
+                        pipeline=pipeline, replicate=ranks // shard, shard=shard, context=context, tensor=tensor
+                    )
+                    if dims.count("shard", "context") > 1 or dims.replicate == 1:
+                        yield dims
+
+
+def _is_between_copies(operation: Operation) -> TypeGuard[Collective]:
+    return isinstance(operation, Collective) and operation.axes == ("replicate",)
+
+
+def _why_slower(plan: LayoutPlan, best: LayoutPlan) -> str:
+    """The part of a step that costs most more than in the best layout."""
+    names = dict.fromkeys([*plan.parts, *best.parts])
+    more = {name: plan.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in names}
+    worst = max(more, key=lambda name: more[name])
+    return f"{worst} +{more[worst] * 1e3:.0f} ms"
+
+
+@lru_cache(maxsize=4)
+def meta_model(config: ModelConfig) -> VLM:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return VLM(config)
+
+
+@lru_cache(maxsize=16)
+def num_parameters(config: ModelConfig, num_tensor: int) -> int:
+    """Parameters of one of so many tensor ranks."""
+    with torch.device("meta"):
+        model = VLM(config)
+        if num_tensor > 1:
+            divide_model(model, TensorRank(0, num_tensor))
+    return sum(parameter.numel() for parameter in model.parameters())
