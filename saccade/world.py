@@ -73,10 +73,10 @@ class World:
     """gloo group of all ranks; None in a world of one."""
     dims: ParallelDims = field(default_factory=ParallelDims)
     """The layout; every rank is a replica until `arranged` says otherwise."""
-    _groups: dict[tuple[tuple[Axis, ...], str | None], dist.ProcessGroup] = field(
+    _groups: dict[tuple[tuple[Axis, ...], str | None, int], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Process groups of the layout, by their axes and backend; opened when they are first asked for."""
+    """Process groups of the layout, by axes, backend and number; opened when they are first asked for."""
 
     _number: int = field(default=0, repr=False, compare=False)
 
@@ -119,12 +119,16 @@ class World:
     @property
     def data_ranks_per_node(self) -> int:
         """Number of neighbouring data ranks that share a node."""
-        return max(1, self.local_size // self.dims.count("context", "tensor"))
+        return min(self.num_data_ranks, max(1, self.local_size // self.dims.count("context", "tensor")))
 
     @property
     def counts_data(self) -> bool:
         """Whether this rank reports the data of its data rank, so that a sum over all ranks has every part once."""
-        return self.index(*(axis for axis in AXES if axis not in DATA)) == 0
+        return self.is_in_first(*DATA)
+
+    def is_in_first(self, *axes: Axis) -> bool:
+        """Whether this rank is in the first group of these axes, which has the main rank."""
+        return self.index(*(axis for axis in AXES if axis not in axes)) == 0
 
     @property
     def counts_loss(self) -> bool:
@@ -143,15 +147,15 @@ class World:
         """
         return None if self.dims.count(*axes) == 1 else self._open_group(axes)
 
-    def separate_group(self, *axes: Axis) -> dist.ProcessGroup | None:
-        """`group` with a communicator of its own.
+    def separate_group(self, *axes: Axis, number: int = 0) -> dist.ProcessGroup | None:
+        """`group` with a communicator of its own; another one for every `number`.
 
         Collectives of one group run one after another: in the group of FSDP a gather of keys would wait for the
         parameters of the next block.
         """
         if self.dims.count(*axes) == 1:
             return None
-        return self._open_group(axes, backend=dist.get_backend())
+        return self._open_group(axes, backend=dist.get_backend(), number=number)
 
     def cpu_group_of(self, *axes: Axis) -> dist.ProcessGroup | None:
         """`group` for tensors on the CPU, which may be another one than that of the device."""
@@ -160,22 +164,22 @@ class World:
         return self.cpu_group if self.dims.count(*axes) == self.size else self._open_group(axes, backend="gloo")
 
     @property
-    def process_groups(self) -> Mapping[tuple[tuple[Axis, ...], str | None], dist.ProcessGroup]:
-        """The groups that were opened, by their axes and backend; that of all ranks is not among them."""
+    def process_groups(self) -> Mapping[tuple[tuple[Axis, ...], str | None, int], dist.ProcessGroup]:
+        """The groups that were opened, by axes, backend and number; that of all ranks is not among them."""
         return self._groups
 
-    def _open_group(self, axes: tuple[Axis, ...], backend: str | None = None) -> dist.ProcessGroup:
+    def _open_group(self, axes: tuple[Axis, ...], backend: str | None = None, number: int = 0) -> dist.ProcessGroup:
         self.open_local_group()
         key = tuple(axis for axis in AXES if axis in axes)
         if backend is None and self.dims.count(*key) == self.size:
             return cast(dist.ProcessGroup, dist.group.WORLD)
-        if (key, backend) not in self._groups:
+        if (key, backend, number) not in self._groups:
             lists, timeout = self.dims.groups(*key), timedelta(seconds=TIMEOUT_S)
             group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 lists, timeout=timeout, backend=backend
             )
-            self._groups[key, backend] = group
-        return self._groups[key, backend]
+            self._groups[key, backend, number] = group
+        return self._groups[key, backend, number]
 
     def mesh(self, *names: tuple[Axis, ...]) -> DeviceMesh:
         """A device mesh whose dims are groups of the layout, each given by its axes.

@@ -199,14 +199,13 @@ class Collator:
         Without sharing a sample is read when it is needed; with sharing all of them are read first, and the ranks of
         their images are chosen.
         """
-        num_ranks = self._config.num_context_ranks
         each = ((ref, self._conversations(ref, is_own)) for ref in refs)
-        if num_ranks == 1:
+        if not self._config.is_shared:
             yield from each
             return
         prepared = [(ref, self._read_headers(found)) for ref, found in each]
         found = [one for _, several in prepared if isinstance(several, list) for one in several]
-        share_images([one for one in found if isinstance(one, SharedConversation)], num_ranks)
+        share_images([one for one in found if isinstance(one, SharedConversation)], self._config.num_context_ranks)
         yield from prepared
 
     def _conversations(self, ref: SampleRef, is_own: bool) -> list[list[Message]] | Exception:
@@ -233,8 +232,9 @@ class Collator:
         self, conversations: _Conversations, ref: SampleRef, source: IndexedSource, into: Pixels
     ) -> tuple[ModelInputs, Exception | None]:
         """The sample packed; and the error of its images, if it is shared and they cannot be decoded."""
+        rank = self._config.context_rank if self._config.has_images else None
         try:
-            return self._pack(conversations, ref, source, into, rank=self._config.context_rank), None
+            return self._pack(conversations, ref, source, into, rank=rank), None
         except StorageError:
             raise
         except Exception as error:
@@ -242,7 +242,7 @@ class Collator:
             if not shared:
                 raise
             inputs = self._pack(conversations, ref, source, into, rank=None)  # raises errors that all ranks find
-            grey = into[: sum(one.patches_of(self._config.context_rank) for one in shared)]
+            grey = into[: sum(one.patches_of(rank) for one in shared)]
             grey[...] = _GREY
             return dataclasses.replace(inputs, patches=torch.from_numpy(grey)), error
 

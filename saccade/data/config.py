@@ -84,6 +84,10 @@ class StreamConfig:
     """Number of this process among those that share the packed sequences of `rank`."""
     num_context_ranks: int = 1
     """Processes that share packed sequences: each has all tokens, and decodes its share of the images."""
+    has_images: bool = True
+    """Whether this process decodes its share of the images; False: another one with the same `context_rank` does."""
+    has_sharers: bool | None = None
+    """Whether other processes have the same packed sequences. Default: with several context ranks."""
     ranks_per_node: int | None = None
     """Consecutive ranks that share a machine and its cache; None: all of them."""
     num_workers: int = 2
@@ -107,6 +111,11 @@ class StreamConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
     """Cache, retries and timeouts. Storage that fails is not a bad sample: after `storage.max_wait_s` the stream
     raises."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes have the same packed sequences, and decode images of them."""
+        return self.num_context_ranks > 1 if self.has_sharers is None else self.has_sharers
 
     def __post_init__(self) -> None:
         self._check_order()

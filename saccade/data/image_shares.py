@@ -48,7 +48,7 @@ class SharedConversation:
         """Numbers and sizes of the images that other ranks encode; None: of all images."""
         return {number: size for number, size in enumerate(self.sizes) if self.ranks[number] != rank}
 
-    def patches_of(self, rank: int) -> int:
+    def patches_of(self, rank: int | None) -> int:
         """Patches that a rank encodes."""
         return sum(patches for patches, owner in zip(self.patches, self.ranks, strict=True) if owner == rank)
 

@@ -59,19 +59,30 @@ class VLM(nn.Module):
         `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its
         features, so that every rank of a sharded model runs the same modules.
         """
+        x_TD, features = self.decoder_inputs(inputs, encode_dummy_image=encode_dummy_image)
+        hidden_TD: Tensor = self.language(x_TD, self.attention(inputs), features)
+        return hidden_TD
+
+    def decoder_inputs(
+        self, inputs: ModelInputs, *, encode_dummy_image: bool = False
+    ) -> tuple[Tensor, LayerFeatures | None]:
+        """[T, D]: what the decoder reads, and features of its first layers, if any. See `hidden_states`."""
         if isinstance(inputs, ContextInputs):
-            return self._hidden_states_of_share(inputs, encode_dummy_image)
+            return self._inputs_of_share(inputs, encode_dummy_image)
         x_TD, features = self.embed(inputs)
         if encode_dummy_image and inputs.image_grids.shape[0] == 0:
             x_TD = x_TD + 0.0 * self._dummy_image_features(x_TD).sum()
-        attend = PackedAttention(
-            self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen, self.config.language.window
-        )
-        hidden_TD: Tensor = self.language(x_TD, attend, features)
-        return hidden_TD
+        return x_TD, features
 
-    def _hidden_states_of_share(self, inputs: ContextInputs, encode_dummy_image: bool) -> Tensor:
-        """[T, D]: hidden states of the tokens of one rank, which may have been given features by other ranks."""
+    def attention(self, inputs: ModelInputs) -> PackedAttention | ContextAttention:
+        """Attention of the decoder within the conversations of a packed sequence, or of one rank's share of it."""
+        cos_sin, window = self.cos_sin(inputs.positions), self.config.language.window
+        if isinstance(inputs, ContextInputs):
+            return ContextAttention(cos_sin, inputs, window)
+        return PackedAttention(cos_sin, inputs.cu_seqlens, inputs.max_seqlen, window)
+
+    def _inputs_of_share(self, inputs: ContextInputs, encode_dummy_image: bool) -> tuple[Tensor, LayerFeatures | None]:
+        """The same for the tokens of one rank, which may have been given features by other ranks."""
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if len(inputs.image_grids):
             encoded_MF = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
@@ -80,10 +91,7 @@ class VLM(nn.Module):
                 self._dummy_image_features(x_TD) if encode_dummy_image else x_TD.new_zeros(0, self.feature_size)
             )
         features_MF = exchange_features(encoded_MF.to(x_TD.dtype), inputs)
-        x_TD, features = self._place(x_TD, features_MF, inputs)
-        attend = ContextAttention(self.cos_sin(inputs.positions), inputs, self.config.language.window)
-        hidden_TD: Tensor = self.language(x_TD, attend, features)
-        return hidden_TD
+        return self._place(x_TD, features_MF, inputs)
 
     def _dummy_image_features(self, like: Tensor) -> Tensor:
         """[2, D]: features of one grey image of two tokens. (`torch.compile` specializes on a length of one.)"""

@@ -66,6 +66,8 @@ def open_stage_stream(
         num_ranks=num_ranks,
         context_rank=context.rank,
         num_context_ranks=context.num_ranks,
+        has_images=context.has_images,
+        has_sharers=context.num_sharers > 1,
         ranks_per_node=ranks_per_node,
         exchange=exchange,
         check_files=check_files,
@@ -109,6 +111,8 @@ def open_validation_stream(
         num_ranks=num_ranks,
         context_rank=context.rank,
         num_context_ranks=context.num_ranks,
+        has_images=context.has_images,
+        has_sharers=context.num_sharers > 1,
         resize=data.resize,
         num_workers=0,
         max_bad_share=data.max_bad_share,
@@ -221,8 +225,8 @@ class BatchIterator:
         )
 
     def _agree_on_bad(self, sequences: Sequence[PackedSequence]) -> list[PackedSequence]:
-        """Leave samples out of the loss that any rank of the context group could not decode."""
-        if self._context.num_ranks == 1:
+        """Leave samples out of the loss that any rank with the same sequences could not decode."""
+        if self._context.num_sharers == 1:
             return list(sequences)
         found = self._context.gather([sequence.undecoded for sequence in sequences])
         return [

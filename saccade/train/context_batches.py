@@ -39,13 +39,17 @@ class ContextGroup:
     group: dist.ProcessGroup | None = None
     """Their process group on the device; None for one rank."""
     host_group: dist.ProcessGroup | None = None
-    """Their process group on the CPU."""
+    """The process group on the CPU of all ranks with the same packed sequences: those of a pipeline too."""
+    num_sharers: int = 1
+    """Number of ranks of `host_group`."""
+    has_images: bool = True
+    """Whether this rank decodes images: the first ranks of a pipeline do."""
     block_size: int = field(default_factory=lambda: context_plan.BLOCK_SIZE)
     """Most tokens of a block, see `plan_context`."""
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank."""
-        return [value] if self.num_ranks == 1 else gather_json(value, self.num_ranks, self.host_group)
+        return [value] if self.num_sharers == 1 else gather_json(value, self.num_sharers, self.host_group)
 
     @property
     def min_tokens(self) -> int:
@@ -59,11 +63,13 @@ ONE_RANK = ContextGroup()
 
 def context_group(world: World) -> ContextGroup:
     """The ranks that share the packed sequences of this one. Collective over all ranks."""
-    num_ranks = world.dims.count("context")
-    if num_ranks == 1:
-        return ONE_RANK
     return ContextGroup(
-        world.index("context"), num_ranks, world.separate_group("context"), world.cpu_group_of("context")
+        world.index("context"),
+        world.dims.context,
+        world.separate_group("context"),
+        world.cpu_group_of("pipeline", "context"),
+        num_sharers=world.dims.count("pipeline", "context"),
+        has_images=world.index("pipeline") == 0,
     )
 
 

@@ -121,16 +121,16 @@ class DueTasks:
         self._saver.update(self._position.step, self._saved_progress())
 
     def _write_checkpoint(self, name: str) -> None:
-        out, tensor = self._checkpoints / name, self._state.parallel.tensor
+        out, parallel = self._checkpoints / name, self._state.parallel
         export_checkpoint(
             out,
-            self._state.parallel.model,
+            parallel.whole,
             self._state.weights_to_export(),
             like=self._config.model.folder,
             dtype=DTYPES[self._config.checkpoint.export_dtype],
             world=self._world,
             only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
-            **({} if tensor is None else {"gather": tensor.whole}),
+            gather=parallel.collected,
         )
         logger.info("exported %s", out)
 

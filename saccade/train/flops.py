@@ -19,6 +19,8 @@ from saccade.model.config import ModelConfig
 from saccade.model.linear import checkpoint_shapes, projections
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
+from saccade.train.lora import lora_parameters
+from saccade.train.parameter_groups import part_of
 
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Published dense bf16 peak, by substring of the device name; the first match counts."""
@@ -100,6 +102,15 @@ def training_flops(forward: Flops, trained_parts: Iterable[str], *, tied_head: b
         reached |= parts | {f"{part}.lora" for part in parts}
         total.append(flops * (1 + bool(parts & trained) + bool(reached & trained)))
     return Flops(*total)
+
+
+def trained_parts(model: VLM) -> set[str]:
+    """The trainable parts of a model, for `training_flops`; a head tied to the embedding is trained with it."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if adapters := lora_parameters(model):
+        return {f"{part_of(name)}.lora" for name in names if name in adapters}
+    parts = {part_of(name) or "" for name in names}
+    return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
 
 
 class Work(NamedTuple):

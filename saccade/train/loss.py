@@ -72,6 +72,19 @@ class ModelWithLoss(nn.Module):
         matmul. `targets` are what the objective's reader has read.
         """
         hidden_TD = self._hidden_states(inputs)
+        return self.loss_of(hidden_TD, inputs, labels, count, num_loss_tokens, by_source, targets)
+
+    def loss_of(
+        self,
+        hidden_TD: Tensor,
+        inputs: ModelInputs,
+        labels: Tensor,
+        count: Tensor,
+        num_loss_tokens: int,
+        by_source: Sequence[tuple[Tensor, int]] = (),
+        targets: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` from the hidden states on."""
         batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image, targets or {})
         found = self.objective.loss(self.model, hidden_TD, batch, count)
         with torch.no_grad():
@@ -86,7 +99,10 @@ class ModelWithLoss(nn.Module):
     @torch.no_grad()
     def score(self, inputs: ModelInputs, labels: Tensor) -> Tensor:
         """Return fp64 [3]: loss summed over the loss tokens, number of correct predictions, number of loss tokens."""
-        hidden_TD = self._hidden_states(inputs)
+        return self.score_of(self._hidden_states(inputs), labels)
+
+    def score_of(self, hidden_TD: Tensor, labels: Tensor) -> Tensor:
+        """`score` from the hidden states on."""
         total = torch.zeros(3, dtype=torch.float64, device=labels.device)
         for index in torch.split((labels != IGNORED).nonzero()[:, 0], _LOGITS_CHUNK):
             logits_CV = self.model.head(hidden_TD[index]).float()
@@ -104,9 +120,20 @@ class ModelWithLoss(nn.Module):
         targets: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """fp64 [2 + K]: the objective's units, its loss and its metrics, summed over the micro-batch."""
+        return self.score_objective_of(self._hidden_states(inputs), inputs, labels, num_loss_tokens, targets)
+
+    def score_objective_of(
+        self,
+        hidden_TD: Tensor,
+        inputs: ModelInputs,
+        labels: Tensor,
+        num_loss_tokens: int,
+        targets: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """`score_objective` from the hidden states on."""
         batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image, targets or {})
         one = torch.ones((), device=labels.device)
-        found = self.objective.loss(self.model, self._hidden_states(inputs), batch, one)
+        found = self.objective.loss(self.model, hidden_TD, batch, one)
         units = one * self.objective.num_units(inputs, num_loss_tokens)
         return torch.stack(
             [units, found.total, *(found.metrics[name] for name in self.objective.metric_names)]

@@ -60,19 +60,24 @@ def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
 
 
 def build_optimizer(
-    named_parameters: NamedParameters, config: OptimizerConfig, masters: dict[str, Tensor] | None = None
+    named_parameters: NamedParameters,
+    config: OptimizerConfig,
+    masters: dict[str, Tensor] | None = None,
+    everything: NamedParameters | None = None,
 ) -> "Optimizer":
     """An optimizer for every parameter that requires gradients.
 
     `masters`: initial fp32 values by name, which it takes out of the dict; default: those of the parameters.
+    `everything`: the parameters of the whole model, if other ranks have some of them (default: it has all).
     """
     parameters = dict(named_parameters)
-    groups = parameter_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    every = parameters if everything is None else dict(everything)
+    groups = parameter_groups({name: parameter.ndim for name, parameter in every.items()}, config)
+    trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
     unplanned = trained.keys() - {name for group in groups for name in group.parameter_names}
     assert not unplanned, f"call freeze first: {sorted(unplanned)[:3]} have a learning rate of 0 but require gradients"
     kept = [own for group in groups if (own := _only(group, trained)).parameter_names]
-    return Optimizer(trained, kept, config, masters or {})
+    return Optimizer({name: parameters[name] for name in trained if name in parameters}, kept, config, masters or {})
 
 
 def _only(group: ParameterGroup, names: Mapping[str, Tensor]) -> ParameterGroup:
@@ -132,7 +137,7 @@ class Optimizer:
         ages = self._ages.tolist()
         for group in self.groups:
             for names, decay in ((group.decayed, config.weight_decay), (group.undecayed, 0.0)):
-                for slots in self._alike([self._slots[name] for name in names], ages):
+                for slots in self._alike([self._slots[name] for name in names if name in self._slots], ages):
                     lr, step = group.lr * lr_factor, ages[slots[0].index]
                     self._update(slots, Settings(lr, config.beta1, config.beta2, config.eps, decay, step, grad_scale))
 

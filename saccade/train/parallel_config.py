@@ -27,7 +27,13 @@ class ParallelConfig:
     tensor: int | Literal["rest"] = 1
     """Ranks that divide the matrices of every layer: neighbours, best on one node."""
     pipeline: int | Literal["rest"] = 1
-    """Ranks that divide the layers."""
+    """Ranks that divide the layers; each step needs several micro-batches."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order of the passes. interleaved: every rank has several chunks of layers and waits less, for more messages."""
+    pipeline_chunks: int = 2
+    """interleaved: chunks of layers of a rank."""
+    pipeline_layers: tuple[int, ...] | None = None
+    """Decoder layers of each stage, in order; default: stages of equal counted cost, with tower and head."""
     reshard_after_forward: bool = True
     """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     reduce_each_micro_batch: bool = True
@@ -58,7 +64,7 @@ class ParallelConfig:
     """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "powersgd_rank", "powersgd_start_step")
+        check_positive(self, "powersgd_rank", "powersgd_start_step", "pipeline_chunks")
         self._check_sizes()
         is_ddp = self.strategy == "ddp" or (self.strategy == "auto" and self.replicate is not None and self.shard == 1)
         self._check_compression(is_ddp)
@@ -93,8 +99,6 @@ class ParallelConfig:
 
     def _check_sizes(self) -> None:
         """Refuse what is not built, and a strategy that contradicts the sizes."""
-        if self.pipeline != 1:
-            raise ConfigError("pipeline parallelism is not built yet. Remove pipeline, or use shard and tensor")
         given = [name for name in ("replicate", "shard") if getattr(self, name) is not None]
         if self.strategy == "hsdp" and (given != ["shard"] or self.shard == "rest"):
             raise ConfigError(
@@ -105,6 +109,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"strategy = {self.strategy!r} sets {given[0]} itself. Remove strategy, or {' and '.join(given)}"
             )
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of a pipeline that each of its ranks has."""
+        return self.pipeline_chunks if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def sizes(self) -> dict[Axis, Size]:

@@ -4,13 +4,15 @@
     lora       (optional) add LoRA adapters and freeze everything else; see `lora.py`
     qat        (optional) round weights in every product; see `quantization_aware.py`
     freeze     parameters with a learning rate of 0 require no gradients
+    pipeline   (optional) keep the layers of this rank; see `pipeline.py`
     compile    torch.compile of each block without its attention; see `_compile`
     recompute  activation checkpointing of MLPs or whole blocks
     shard      FSDP2, or DDP
     load       allocate memory, load weights
 
 Compilation precedes activation checkpointing, so that a checkpointed block runs its compiled code twice; sharding comes
-last, so that its hooks are outside both.
+last, so that its hooks are outside both. A pipeline divides the prepared model: what a recipe says is checked, counted
+and exported for the whole.
 
 `ParallelConfig` gives the layout, `ParallelDims`, and the layout the strategy:
 
@@ -33,7 +35,9 @@ Without sharding, parameters are in the compute dtype and the optimizer holds fp
 GPU. Both start from the checkpoint's own precision. Gradients accumulate in fp32 either way; see `train_state.py`.
 """
 
+import copy
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -65,15 +69,22 @@ from saccade.train.gradient_compression import CompressedReduceScatter, compress
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
+from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import freeze
 from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
 from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
+from saccade.train.pipeline import Pipeline, check_pipeline
+from saccade.train.pipeline_link import PipelineLinks
+from saccade.train.pipeline_module import PipelineModule
+from saccade.train.pipeline_stages import keep_stages, pipeline_stages
 from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
 from saccade.train.saved_state import SavedState, load_tensors, weight_names
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig, StageConfig
 from saccade.train.tensor_parallel import TensorShards, check_stage, divide_model, divided_parameters
 from saccade.train.weights import load_weights, meta_model
 from saccade.world import World
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,8 @@ class ParallelModel:
     """Compressed reduce-scatters of FSDP units, with their error feedback."""
     tensor: TensorShards | None = None
     """The parameters that are divided over tensor ranks, if there are several."""
+    pipeline: Pipeline | None = None
+    """The pipeline that this rank is part of, if there is one."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """fp32 values for the optimizer: trained parameters whose precision is lower than the checkpoint folder's."""
 
@@ -99,6 +112,11 @@ class ParallelModel:
     def model(self) -> VLM:
         """The model without its loss."""
         return self.module.model
+
+    @property
+    def whole(self) -> VLM:
+        """The model of all ranks of the pipeline, on the meta device; without a pipeline it is `model`."""
+        return self.model if self.pipeline is None else self.pipeline.whole
 
     def sync_gradients(self, *, is_last_micro_batch: bool, each_micro_batch: bool) -> None:
         """Choose whether the next backward pass reduces gradients over the ranks."""
@@ -113,6 +131,12 @@ class ParallelModel:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def collected(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter on the main rank, of what tensor ranks and ranks of a pipeline have. Collective."""
+        if self.pipeline is not None:
+            return self.pipeline.collected(name, tensor, self.tensor)
+        return tensor if self.tensor is None else self.tensor.whole(name, tensor)
 
     def reset_compression(self) -> None:
         """Clear the error feedback of compressed gradients, which may contain NaN after a bad step."""
@@ -141,6 +165,9 @@ def parallelize(
     strategy = config.strategy_of(world.dims)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype, TensorRank(world.index("tensor"), world.dims.tensor))
+    whole = model
+    if world.dims.pipeline > 1:
+        whole = copy.deepcopy(model)
     tensor = TensorShards(model, world) if world.dims.tensor > 1 else None
     if tensor is not None:
         tensor.connect(config.recompute_language, is_compiled=config.compile)
@@ -153,6 +180,8 @@ def parallelize(
         make_start=None if start is None else lambda: _frozen_start(folder, stage, start, world, dtype, seed),
     )
     module = ModelWithLoss(model, objective)
+    if world.dims.pipeline > 1:
+        module = _stages_of_rank(model, stage, config, world, objective, DTYPES[dtype], tensor)
     module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
     if config.compile:
         _compile(model)
@@ -168,8 +197,33 @@ def parallelize(
     masters_device = "cpu" if stage.optimizer.offload else world.device
     parts = {} if tensor is None else tensor.parts
     masters = load_weights(model, folder, seed=seed, masters_device=masters_device, parts=parts)
-    parallel = _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
-    return replace(parallel, masters=masters, reduce_scatters=reduce_scatters, tensor=tensor)
+    pipeline = None
+    if isinstance(module, PipelineModule):
+        averages, reduces_each = strategy == "ddp", config.reduce_each_micro_batch
+        pipeline = Pipeline(module, whole, world, averages=averages, reduces_each=reduces_each)
+    if strategy == "ddp" and pipeline is None:
+        parallel = _data_parallel(module, config, world)
+    else:
+        parallel = ParallelModel(module, module, strategy)
+    return replace(parallel, masters=masters, reduce_scatters=reduce_scatters, tensor=tensor, pipeline=pipeline)
+
+
+def _stages_of_rank(
+    model: VLM,
+    stage: StageConfig,
+    config: ParallelConfig,
+    world: World,
+    objective: Objective,
+    dtype: torch.dtype,
+    tensor: TensorShards | None,
+) -> PipelineModule:
+    """What a rank of a pipeline runs; the layers of other ranks are removed from the model."""
+    check_pipeline(stage, config)
+    stages = pipeline_stages(model, stage, config, world.dims.pipeline)
+    logger.info("pipeline: %s", stages)
+    links = PipelineLinks(world, stages, dtype)
+    keep_stages(model, stages, links.rank)
+    return PipelineModule(model, objective, stages, links, None if tensor is None else tensor.exchange)
 
 
 def build_model(
@@ -203,7 +257,8 @@ def prepare_model(
 def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
     """Allocate every parameter, and tie the head to the embedding again."""
     module.to_empty(device=device)
-    module.model.tie_head()
+    if hasattr(module.model, "head"):  # not on all ranks of a pipeline
+        module.model.tie_head()
 
 
 def _frozen_start(folder: Path, stage: StageConfig, start: SavedState, world: World, dtype: str, seed: int) -> VLM:
@@ -300,6 +355,18 @@ def data_mesh(strategy: Strategy, world: World) -> DeviceMesh:
     return world.mesh(SHARDS) if strategy == "fsdp" else world.mesh(REPLICAS, SHARDS)
 
 
+def _chunks(module: ModelWithLoss) -> list[list[nn.Module]]:
+    """The blocks that run one after another: all of them, or those of each stage that a rank of a pipeline has."""
+    vision, layers = list(module.model.vision.blocks), module.model.language.layers
+    if not isinstance(module, PipelineModule):
+        return [[*vision, *layers]]
+    chunks: list[list[nn.Module]] = []
+    for chunk in range(module.stages.num_chunks):
+        numbers = module.stages.layers(module.stage_of_chunk(chunk))
+        chunks.append([*([] if chunk else vision), *(layers.get_submodule(str(number)) for number in numbers)])
+    return chunks
+
+
 def shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
     """FSDP2: one unit per block, one for the vision tower, one for the root."""
     # Inputs are not cast: blocks receive bf16 activations and fp32 rotary tables.
@@ -308,15 +375,16 @@ def shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-    model = module.model
-    blocks = [*model.vision.blocks, *model.language.layers]
-    for block in blocks:
+    vision, chunks = module.model.vision, _chunks(module)
+    for block in (block for chunk in chunks for block in chunk):
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    fully_shard(model.vision, reshard_after_forward=config.reshard_after_forward, **options)
+    if any(True for _ in vision.parameters()):  # a rank of a pipeline may have none
+        fully_shard(vision, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(module, **options)
     for name in ("score", "score_objective"):
         register_fsdp_forward_method(module, name)
-    _prefetch(blocks)
+    for chunk in chunks:
+        _prefetch(chunk)
 
 
 def _prefetch(blocks: Sequence[Any]) -> None:

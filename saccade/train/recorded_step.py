@@ -237,7 +237,7 @@ def _names_of_groups(world: World) -> dict[str, tuple[Axis, ...]]:
     """The axes of every process group by its name."""
     assert dist.group.WORLD is not None, "it is initialized"
     return {str(dist.group.WORLD.group_name): AXES} | {
-        str(group.group_name): axes for (axes, _), group in world.process_groups.items()
+        str(group.group_name): axes for (axes, *_), group in world.process_groups.items()
     }
 
 

@@ -25,13 +25,12 @@ from saccade.train.check import check_stages
 from saccade.train.config import TrainConfig, changed_keys
 from saccade.train.context_batches import ContextGroup, context_group
 from saccade.train.due_tasks import DueTasks, OnExport, Validate
+from saccade.train.flops import trained_parts
 from saccade.train.guard import Guard
-from saccade.train.lora import lora_parameters
 from saccade.train.memory_check import explain_out_of_memory
 from saccade.train.metrics import MetricsLog
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
-from saccade.train.parameter_groups import part_of
 from saccade.train.position import Position
 from saccade.train.process import catch_stop_signals, lock_folder
 from saccade.train.report import write_report
@@ -189,7 +188,9 @@ def _run_stage(
     parallel = parallelize(
         config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed, start=start
     )
-    optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer, parallel.masters)
+    optimizer = build_optimizer(
+        parallel.model.named_parameters(), stage.optimizer, parallel.masters, parallel.whole.named_parameters()
+    )
     state = TrainState(
         parallel,
         optimizer,
@@ -204,7 +205,7 @@ def _run_stage(
         if parallel.strategy == "none"
         else f"{parallel.strategy} on {world.dims.size} ranks ({world.dims})"
     )
-    logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.model))
+    logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.whole))
     context = context_group(world)
     with _open_data(config, stage, position, world, context) as stream:
         _write_settings(config, world)
@@ -231,7 +232,12 @@ def _run_stage(
             position=position,
             state=state,
             batches=BatchIterator(
-                stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective, context
+                stream,
+                parallel.model.config,
+                trained_parts(parallel.whole),
+                world.device,
+                parallel.module.objective,
+                context,
             ),
             guard=guard,
             saver=saver,
@@ -241,16 +247,6 @@ def _run_stage(
             stop_requested=stop_requested,
             num_samples=_num_samples(stage, stream),
         ).run()
-
-
-def _trained_parts(state: TrainState) -> set[str]:
-    """The trainable parts of the model, for `training_flops`; a head tied to the embedding is trained with it."""
-    model = state.parallel.model
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if adapters := lora_parameters(model):
-        return {f"{part_of(name)}.lora" for name in names if name in adapters}
-    parts = {part_of(name) or "" for name in names}
-    return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
 
 
 def _open_data(

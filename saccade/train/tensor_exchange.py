@@ -40,8 +40,8 @@ class TrainingExchange:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._num_tokens = 0
-        """Tokens of the packed sequence in the decoder; backward computes the same sequence again, if at all."""
+        self.num_tokens = 0
+        """Tokens of the packed sequence in the decoder, or of the one that backward may compute again."""
 
     # -------------------------------------------------------------- collectives
 
@@ -53,7 +53,7 @@ class TrainingExchange:
 
     def reduce_scatter(self, x_TD: Tensor) -> Tensor:
         """The sum over the ranks of [T, D], of which this rank gets its [t, D]."""
-        padded = F.pad(x_TD, (0, 0, 0, self._own_length(len(x_TD)) * self.size - len(x_TD))).contiguous()
+        padded = F.pad(x_TD, (0, 0, 0, self.own_length(len(x_TD)) * self.size - len(x_TD))).contiguous()
         out = x_TD.new_empty(len(padded) // self.size, *x_TD.shape[1:])
         reduce_scatter_single(out, padded, group=self.group)
         return out
@@ -64,12 +64,13 @@ class TrainingExchange:
         dist.all_reduce(out, group=self.group)
         return out
 
-    def _own_length(self, num_tokens: int) -> int:
+    def own_length(self, num_tokens: int) -> int:
+        """Tokens of a rank."""
         return -(-num_tokens // self.size)
 
     def own_tokens(self, x_TD: Tensor) -> Tensor:
         """This rank's [t, D] of [T, D]; rows of zeros after the last token."""
-        length = self._own_length(len(x_TD))
+        length = self.own_length(len(x_TD))
         own = x_TD[self.rank * length : (self.rank + 1) * length]
         return F.pad(own, (0, 0, 0, length - len(own))) if len(own) < length else own
 
@@ -82,21 +83,25 @@ class TrainingExchange:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divide(self, x_TD: Tensor, features: LayerFeatures | None) -> tuple[Tensor, LayerFeatures | None]:
         """See `Exchange`. Features of other ranks' tokens become zeros, so the host does not wait for the device."""
-        self._num_tokens = len(x_TD)
+        self.num_tokens = len(x_TD)
         own_tD = _exchanged(x_TD, lambda x: self.own_tokens(x).clone(), self._all_tokens(len(x_TD)))
         if features is None:
             return own_tD, None
         assert features.index is not None, "training lists the tokens that have features"
-        index_M = features.index - self.rank * len(own_tD)
-        is_here_M = (index_M >= 0) & (index_M < len(own_tD))
+        index_M, is_here_M = self.own_index(features.index, len(own_tD))
         own_LMD = self.share(features.features).masked_fill(~is_here_M[:, None], 0.0)
-        return own_tD, LayerFeatures(own_LMD, index_M.clamp(0, len(own_tD) - 1))
+        return own_tD, LayerFeatures(own_LMD, index_M)
+
+    def own_index(self, index_M: Tensor, num_own: int) -> tuple[Tensor, Tensor]:
+        """Index of each token among this rank's `num_own`, and whether it is one of them; if not, any index."""
+        own_M = index_M - self.rank * num_own
+        return own_M.clamp(0, num_own - 1), (own_M >= 0) & (own_M < num_own)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, x: Input) -> Tensor:
         """See `Exchange`."""
         rows_tD = x.normed if isinstance(x, NormedSum) else x
-        return _exchanged(rows_tD, self._all_tokens(self._num_tokens), self.reduce_scatter)
+        return _exchanged(rows_tD, self._all_tokens(self.num_tokens), self.reduce_scatter)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, x_TD: Tensor) -> Tensor:
@@ -109,7 +114,7 @@ class TrainingExchange:
 
     def collect(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
-        return _exchanged(x_TD, self._all_tokens(self._num_tokens), self.own_tokens)
+        return _exchanged(x_TD, self._all_tokens(self.num_tokens), self.own_tokens)
 
     def total(self, x_TD: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -191,7 +196,7 @@ class DryExchange(TrainingExchange):
 
     def reduce_scatter(self, x_TD: Tensor) -> Tensor:
         """See `TrainingExchange`."""
-        return x_TD.new_empty(self._own_length(len(x_TD)), *x_TD.shape[1:])
+        return x_TD.new_empty(self.own_length(len(x_TD)), *x_TD.shape[1:])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TrainingExchange`."""

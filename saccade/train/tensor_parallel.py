@@ -14,7 +14,7 @@ or DDP then handles like those of a smaller model. What differs is here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -98,6 +98,8 @@ class TensorShards:
         self.parts = divided_parameters(model)
         self._model, self._world, self._group = model, world, world.group("tensor")
         self._summed = _summed_names(model, self.parts)
+        self.exchange: TrainingExchange | None = None
+        """What this rank exchanges with the others, once the model is connected."""
 
     @cached_property
     def _parameters(self) -> dict[str, Tensor]:
@@ -112,6 +114,7 @@ class TensorShards:
         With stochastic depth every rank encodes all images, so that all ranks draw the same random numbers.
         """
         exchange = exchange or TrainingExchange(self._group, self._world.index("tensor"), self._world.dims.tensor)
+        self.exchange = exchange
         _connect(self._model, exchange, recompute, is_compiled=is_compiled)
         if self._model.vision.drop_path == 0.0:
             divide_images(self._model, exchange)
@@ -150,15 +153,20 @@ class TensorShards:
             if bucket:
                 yield bucket
 
-    def grad_norm(self) -> Tensor:
-        """L2 norm of all gradients together, on the device; a part that several ranks hold counts once."""
+    def grad_norm(self, omitted: Collection[str] = ()) -> Tensor:
+        """L2 norm of all gradients together, on the device; a part that several ranks hold counts once.
+
+        `omitted`: parameters that do not count.
+        """
         whole: list[Tensor] = []
         divided: dict[int, list[Tensor]] = {}
         for name, parameter in self._parameters.items():
+            if name in omitted:
+                continue
             part = self.parts.get(name)
             (whole if part is None else divided.setdefault(part.copies, [])).append(parameter)
         squares = [total_norm(parameters).square() / copies for copies, parameters in divided.items()]
-        square = torch.stack([one.to(self._world.device) for one in squares]).sum()
+        square = sum((one.to(self._world.device) for one in squares), torch.zeros((), device=self._world.device))
         dist.all_reduce(square, group=self._group)
         return (total_norm(whole).to(self._world.device).square() + square).sqrt()
 
@@ -179,8 +187,7 @@ class TensorShards:
         [ranks] = [ranks for ranks in dims.groups(*axes) if self._world.rank in ranks]
         mesh_ranks = torch.tensor(ranks).view(-1, dims.tensor).T.reshape(part.num_parts, part.copies, -1)
         mesh = DeviceMesh(self._world.device.type, mesh_ranks, _init_backend=False)
-        shape = list(tensor.shape)
-        shape[part.dim] = shape[part.dim] * part.num_parts
+        shape = self.whole_shape(name, tensor.shape)
         placements = (Placement(part.dim), Replicate(), Placement(0) if is_sharded else Replicate())
         meta = torch.empty(local.shape, device="meta", dtype=local.dtype)
         spec = DTensor.from_local(
@@ -188,6 +195,13 @@ class TensorShards:
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )._spec  # fmt: skip
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> list[int]:
+        """The shape of the whole of a parameter, given that of a rank's part."""
+        part, sizes = self.parts.get(name), list(shape)
+        if part is not None:
+            sizes[part.dim] *= part.num_parts
+        return sizes
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of a divided tensor, gathered. Collective."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import CheckpointError
-from saccade.train.batches import MicroBatch
+from saccade.train.batches import MicroBatch, StepBatch
 from saccade.train.optimizer import Optimizer, total_norm
 from saccade.train.parallelize import ParallelModel
 from saccade.train.saved_state import SavedState, load_tensors, stored_names, weight_names
@@ -70,9 +70,19 @@ class TrainState:
             self.parallel.tensor.sum_gradients()
         return loss.detach() / num_ranks, sums
 
+    def run_pipeline(self, batch: StepBatch, count: Tensor, num_sums: int) -> tuple[list[Tensor], Tensor]:
+        """Accumulate the gradients of a step over the ranks of a pipeline: (losses, sums); see `backward`."""
+        pipeline, num_ranks = self.parallel.pipeline, self._world.num_loss_ranks
+        assert pipeline is not None, "the model is divided into stages"
+        self._set_grad_dtype(is_last_micro_batch=batch.num_micro_batches == 1)
+        losses, sums = pipeline.run(batch.on_device, batch.num_micro_batches, count / num_ranks, num_sums)
+        if self.parallel.tensor is not None:
+            self.parallel.tensor.sum_gradients()
+        return [loss / num_ranks for loss in losses], sums
+
     def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
         """Switch gradients between fp32 and the parameters' dtype, as the module docstring explains."""
-        is_reduced = is_last_micro_batch and self.parallel.strategy == "ddp"
+        is_reduced = is_last_micro_batch and self.parallel.strategy == "ddp" and self.parallel.pipeline is None
         in_fp32 = (self._has_gradients or not is_last_micro_batch) and not is_reduced
         self._has_gradients = True
         if in_fp32 == self._accumulates_in_fp32:
@@ -86,9 +96,14 @@ class TrainState:
 
     def grad_norm(self) -> Tensor:
         """L2 norm of all gradients, the same on every rank, on the device."""
+        pipeline = self.parallel.pipeline
+        copies = {name for name in self._parameters if pipeline is not None and pipeline.is_copy(name)}
         if self.parallel.tensor is not None:
-            return self.parallel.tensor.grad_norm()
-        return total_norm(self._parameters.values()).to(self._world.device)
+            norm = self.parallel.tensor.grad_norm(copies)
+        else:
+            counted = [parameter for name, parameter in self._parameters.items() if name not in copies]
+            norm = total_norm(counted).to(self._world.device)
+        return norm if pipeline is None else pipeline.total_norm(norm)
 
     def without_gradient(self) -> list[str]:
         """Trainable parameters that received no gradient."""
@@ -120,8 +135,14 @@ class TrainState:
         return {name: masters.get(name, parameter.detach()) for name, parameter in self._parameters.items()}
 
     def weights_to_export(self) -> dict[str, Tensor]:
-        """Return `weights`, with the average of each parameter that has one."""
-        return self.weights() | ({} if self._average is None else self._average.tensors)
+        """Return `weights`, with the average of each parameter that has one.
+
+        What other ranks of a pipeline have is on the meta device, see `ParallelModel.collected`.
+        """
+        elsewhere: dict[str, Tensor] = {}
+        if self.parallel.pipeline is not None:
+            elsewhere = dict(self.parallel.whole.named_parameters())
+        return elsewhere | self.weights() | ({} if self._average is None else self._average.tensors)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model has its averaged weights until the end of this context; without an average it stays as it is."""
@@ -160,7 +181,7 @@ class TrainState:
 
         An average that this stage keeps starts again from these weights.
         """
-        stored = weight_names(state, averaged=averaged)
+        stored = self._own(weight_names(state, averaged=averaged))
         if unknown := sorted(stored.keys() - self._parameters.keys()):
             raise CheckpointError(
                 f"{state.path}: {', '.join(unknown[:4])} are not in this model. Use another run folder: --set run=NAME"
@@ -172,6 +193,11 @@ class TrainState:
         self.trained |= stored.keys()
         if self._average is not None:
             self._average.restart(self.optimizer.masters)
+
+    def _own(self, names: dict[str, str]) -> dict[str, str]:
+        """The parameters in a state without those of other ranks of a pipeline."""
+        pipeline = self.parallel.pipeline
+        return {name: one for name, one in names.items() if pipeline is None or not pipeline.is_elsewhere(name)}
 
     def load_average(self, state: SavedState) -> None:
         """Load the average of this stage, if it keeps one."""

@@ -159,21 +159,30 @@ class Trainer:
         )
         totals = self._world.all_sum(to_device(counters, device))
         count = totals[NORMALIZER].clamp(min=1.0).float()
-        losses: list[Tensor] = []
+        losses, sums = self._run_micro_batches(batch, count)
+        if sums is None:
+            self._state.drop_gradients()
+            return losses, None
+        must_stop = to_device(np.array([self._stop_requested.is_set()], dtype=np.float64), device)
+        sums_and_loss = torch.cat([sums, torch.stack(losses).sum()[None]]).double() * self._world.counts_loss
+        results = self._world.all_sum(torch.cat([sums_and_loss, must_stop]))
+        return losses, torch.cat([totals, results, self._state.grad_norm().double()[None]])
+
+    def _run_micro_batches(self, batch: StepBatch, count: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """(Loss of each micro-batch, sums by source and metrics); no sums if the step must be discarded."""
         num_sums = len(batch.loss_tokens_by_source) + len(self._objective.metric_names)
-        sums = torch.zeros(num_sums, device=device)
+        if self._state.parallel.pipeline is not None:
+            return ([], None) if self._must_discard_step() else self._state.run_pipeline(batch, count, num_sums)
+        losses: list[Tensor] = []
+        sums = torch.zeros(num_sums, device=self._world.device)
         for number, micro_batch in enumerate(batch.on_device, start=1):
             if self._must_discard_step():
-                self._state.drop_gradients()
                 return losses, None
             is_last = number == batch.num_micro_batches
             loss, own_sums = self._state.backward(micro_batch, count, is_last_micro_batch=is_last)
             losses.append(loss)
             sums += own_sums
-        must_stop = to_device(np.array([self._stop_requested.is_set()], dtype=np.float64), device)
-        sums_and_loss = torch.cat([sums, torch.stack(losses).sum()[None]]).double() * self._world.counts_loss
-        results = self._world.all_sum(torch.cat([sums_and_loss, must_stop]))
-        return losses, torch.cat([totals, results, self._state.grad_norm().double()[None]])
+        return losses, sums
 
     def _must_discard_step(self) -> bool:
         """Whether a stop was requested on any rank. On a GPU a step takes seconds and is always finished."""
@@ -223,6 +232,7 @@ class Trainer:
         local = [
             {"rank": self._world.rank, "is_finite": bool(torch.isfinite(loss)), "samples": sample_ids}
             for loss, sample_ids in zip(losses, batch.sample_ids, strict=False)
+            if self._world.counts_loss
         ]
         record = {
             "step": self._position.step + 1,

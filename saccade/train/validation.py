@@ -90,7 +90,7 @@ class HeldOutValidation:
     def __call__(self, model: ModelWithLoss, step: int) -> dict[str, float] | None:
         """loss and accuracy, the same on every rank, and exact_match on the main rank; None if a stop was requested."""
         scores = self._score(model)
-        if isinstance(model, FSDPModule):
+        if isinstance(model, FSDPModule) or self._world.dims.pipeline > 1:
             self._skip_generations()
         elif scores is not None and self._world.is_main and self._num_generations:
             scores |= self._generate(model, step)

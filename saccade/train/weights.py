@@ -78,7 +78,12 @@ def load_weights(
             masters[names[parameter]] = full.to(masters_device, torch.float32)
 
     with torch.no_grad():
-        for name, tensor in checkpoint_tensors(folder, base_shapes(model), slices):
+        shapes = {
+            name: shape
+            for name, shape in base_shapes(model).items()
+            if name in parameters or name.removesuffix(".weight") in layers
+        }  # not those of other ranks of a pipeline
+        for name, tensor in checkpoint_tensors(folder, shapes, slices):
             layer = layers.get(name.removesuffix(".weight"))
             if layer is None:
                 load(parameters[name], _pad_to(tensor, parameters[name].shape))

@@ -35,9 +35,15 @@ def recorded(file):
     def step(state, lr_factor, grad_scale):
         if not steps:
             named = {name: p.grad for name, p in state.parallel.model.named_parameters() if p.grad is not None}
-            whole = {name: getattr(g, "full_tensor", lambda g=g: g)().float().clone() for name, g in named.items()}
-            if (tensor := state.parallel.tensor) is not None:
+            named = {name: getattr(g, "full_tensor", lambda g=g: g)().float().clone() for name, g in named.items()}
+            whole = named
+            if state.parallel.pipeline is None and (tensor := state.parallel.tensor) is not None:
                 whole = {name: tensor.whole(name, gradient) for name, gradient in whole.items()}
+            if state.parallel.pipeline is not None:
+                every = dict(state.parallel.whole.named_parameters())
+                pipeline, tensor = state.parallel.pipeline, state.parallel.tensor
+                trained = [name for name, parameter in every.items() if parameter.requires_grad]
+                whole = {name: pipeline.collected(name, named.get(name, every[name]), tensor) for name in trained}
             if state._world.is_main:
                 save_file({name: gradient.contiguous() for name, gradient in whole.items()}, file)
         steps.append(None)
@@ -94,14 +100,17 @@ def norm(tensors):
     return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
 
 
-def run_cases(folder, cases, layouts, variants, *, steps=STEPS):
-    """Every case (layout, model, settings) on one device, then all of them on four ranks in one launch."""
+def run_cases(folder, cases, layouts, variants, *, steps=STEPS, make=None, also=()):
+    """Every case (layout, model, settings) on one device, then all of them on four ranks in one launch.
+
+    `make`: gives the configuration of a size; `also`: further jobs of this launch.
+    """
     shards = write_shards(folder / "shards", text_every=2, sides=(56, 84, 140, 28))
     jobs, singles, initial = [], {}, {}
     for layout, model, settings in cases:
         checkpoint = folder / f"checkpoint-{model}"
         if model not in initial:
-            initialize_random(checkpoint, named_size(MODELS[model]), dtype=torch.float32)
+            initialize_random(checkpoint, (make or named_size)(MODELS[model]), dtype=torch.float32)
             initial[model] = load_file(checkpoint / "model.safetensors")
         trained = settings if settings in _TRAINED else "full"
 
@@ -123,7 +132,7 @@ def run_cases(folder, cases, layouts, variants, *, steps=STEPS):
                 "block_size": 16,
             }
         )
-    run_together(jobs, folder, num_ranks=4)
+    run_together([*jobs, *also], folder, num_ranks=4)
     found = {}
     for layout, model, settings in cases:
         single = f"one-{model}-{settings if settings in _TRAINED else 'full'}"

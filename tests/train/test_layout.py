@@ -42,7 +42,7 @@ def test_the_layout_follows_from_the_recipe_and_the_ranks(settings, num_ranks, l
         ({"replicate": "rest", "shard": "rest"}, 8, "are both 'rest'"),
         ({"shard": 0}, 8, "parallel.shard is 0"),
         ({"strategy": "ddp", "shard": 2}, 8, "strategy = 'ddp' sets shard itself"),
-        ({"pipeline": 2}, 8, "pipeline parallelism is not built yet"),
+        ({"pipeline": 3}, 8, "takes a multiple of 3 ranks, and there are 8.*parallel.pipeline = 4"),
     ],
 )
 def test_an_impossible_layout_is_one_line_with_what_is_possible(settings, num_ranks, words):
