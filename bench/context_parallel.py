@@ -158,9 +158,9 @@ def image_balance(max_seq_len: int, context: int, num_buffers: int) -> dict[str,
 # ------------------------------------------------------------------ kernels
 
 
-def kernel_times(num_packs: int) -> Iterator[dict[str, object]]:
-    """Forward and backward of every rank's share, and of the whole sequence divided by the number of ranks."""
-    for mean in MEANS:
+def kernel_times(num_packs: int, means: Sequence[int]) -> Iterator[dict[str, object]]:
+    """Forward and backward of every rank's share, measured and scheduled, and an eighth of the whole sequence's."""
+    for mean in means:
         for seed in range(num_packs):
             inputs = inputs_of(log_normal_pack(mean, NUM_TOKENS, seed))
             q, k, v = _random(NUM_TOKENS, "cuda", torch.bfloat16)
@@ -177,11 +177,16 @@ def kernel_times(num_packs: int) -> Iterator[dict[str, object]]:
                 share = share_of(inputs, rank, NUM_RANKS, "cuda")
                 own = (q[share.tokens], k, v)
                 ranks.append(_times(lambda q, k, v, share=share: attend_to_sequence(q, k, v, share), own))
+            plan = plan_context(inputs.cu_seqlens.diff().tolist(), NUM_RANKS)
+            scheduled = list(zip(*map(kernel_steps, plan), strict=True))
             row: dict[str, object] = {"documents": mean, "pack": seed}
-            for part, of_whole, of_ranks in zip(("forward", "backward"), whole, zip(*ranks, strict=True), strict=True):
+            for part, of_whole, of_ranks, steps in zip(
+                ("forward", "backward"), whole, zip(*ranks, strict=True), scheduled, strict=True
+            ):
                 row |= {
-                    f"{part} ms": round(max(of_ranks), 3),
+                    f"{part} ms": [round(ms, 3) for ms in of_ranks],
                     f"{part} max/mean": round(max(of_ranks) / float(np.mean(of_ranks)), 4),
+                    f"{part} scheduled": round(max(steps) / float(np.mean(steps)), 4),
                     f"{part} of an eighth": round(max(of_ranks) * NUM_RANKS / of_whole, 3),
                 }
             yield row
@@ -266,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("balance", "kernels", "ranks"))
     parser.add_argument("--packs", type=int, help="packs of each mean length (default: 50; 2 with kernels)")
+    parser.add_argument("--documents", type=int, nargs="+", default=MEANS, help="mean lengths, for kernels")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the two ranks")
     parser.add_argument("--tokens", type=int, default=16384, help="of a pack of the two ranks")
     options = parser.parse_args()
@@ -275,7 +281,11 @@ def main() -> None:
         del store
         spawn(compare_ranks, (port, options.device, options.tokens), nprocs=2)
         return
-    rows = balances(options.packs or 50) if options.part == "balance" else kernel_times(options.packs or 2)
+    rows = (
+        balances(options.packs or 50)
+        if options.part == "balance"
+        else kernel_times(options.packs or 2, options.documents)
+    )
     for row in rows:
         print(json.dumps(row), flush=True)
 
