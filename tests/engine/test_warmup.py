@@ -13,6 +13,7 @@ from PIL import Image
 from saccade.engine import Engine, SamplingParams
 from saccade.engine.config import EngineConfig
 from saccade.engine.device import step_inputs
+from saccade.engine.device.rank_exchange import LoneRank
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.startup import (
     _with_few_layers,
@@ -21,6 +22,7 @@ from saccade.engine.device.startup import (
     run_blank_request,
     small_runner,
 )
+from saccade.engine.ranks.leading_runner import LeadingRunner
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import rms_norm
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
@@ -135,3 +137,17 @@ def test_a_blank_request_runs_where_it_fits(engine):
         )
     assert run_blank_request(runner) is None
     assert runner.num_registered == 0
+
+
+def test_a_leading_runner_runs_the_blank_request_before_its_followers_are_known():
+    config = dataclasses.replace(ENGINE, max_requests=2, max_length=64)
+    runner = small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32, rank=TensorRank(0, 7))
+    leading = LeadingRunner(
+        runner.model,
+        config,
+        pixels=PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3),
+        num_pages=8,
+        max_length=config.max_length,
+        exchange=LoneRank(0, 7),
+    )
+    assert run_blank_request(leading) is None

@@ -68,12 +68,12 @@ class LeadingRunner(Runner):
     """A runner whose operations the followers repeat, from `lead` on."""
 
     _followers: Followers | None = None
+    _unsent_plan: StepPlan | None = None
 
     def lead(self, followers: Followers) -> None:
         """Start sending commands. Until now all ranks have done the same by themselves."""
         assert isinstance(self.images, LeadingImages), "a leading runner has leading images"
         self._followers = followers
-        self._unsent_plan: StepPlan | None = None
         self._shared, self._adapter_folders = SharedImages(), dict[bytes, str]()
         self.images.everywhere = self._everywhere
 
