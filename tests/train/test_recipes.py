@@ -25,10 +25,7 @@ def test_the_reference_page_of_recipe_keys_is_current():
     assert page.read_text() == describe_keys(TrainConfig), "run: saccade train --keys > docs/recipe.md"
 
 
-OLD_KEYS = {
-    "parallel.reduce_each_row=true": "reduce_each_micro_batch",
-    "parallel.powersgd_start=10": "powersgd_start_step",
-}
+OLD_KEYS = {"parallel.reduce_each_row=true": "reduce_each_micro_batch", "parallel.shard_size=2": "shard"}
 
 
 @pytest.mark.parametrize(("override", "new"), OLD_KEYS.items())
