@@ -21,7 +21,6 @@ kernel of short segments rotates what it loads; everything else is `rope`, then 
 """
 
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -121,28 +120,6 @@ def _dense(call: _Call) -> Tensor:
 
 
 @functools.cache
-def _flash_attention_3() -> Callable[..., Any] | None:
-    """FlashAttention 3, if it is installed."""
-    try:
-        module = importlib.import_module("flash_attn_interface")
-    except ImportError:
-        return None
-    return module.flash_attn_varlen_func  # type: ignore[no-any-return]
-
-
-def _can_flash_3(call: _Call) -> bool:
-    is_hopper = call.q.is_cuda and torch.cuda.get_device_capability(call.q.device)[0] == 9
-    return is_hopper and call.is_half and call.q.shape[2] % 8 == 0 and _flash_attention_3() is not None
-
-
-def _flash_3(call: _Call) -> Tensor:
-    run = _flash_attention_3()
-    assert run is not None, "checked by _can_flash_3"
-    out = run(*call[:7], causal=call.causal, window_size=call.sides)
-    return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
-
-
-@functools.cache
 def _torch_varlen() -> Callable[..., Any] | None:
     """torch's packed FlashAttention 2, if this torch has it.
 
@@ -219,7 +196,6 @@ _CANDIDATES = {
         "triton", lambda call: can_tile(call.q), lambda call: tiled_attention(*call[:5], call.causal, call.window)
     ),
     "dense": _Candidate("library", _can_dense, _dense),
-    "flash 3": _Candidate("library", _can_flash_3, _flash_3),
     "flash": _Candidate("library", _can_flash, _flash),
     "by length": _Candidate("library", lambda call: not call.q.is_cuda, _by_length),
 }
@@ -241,11 +217,11 @@ class _Rule(NamedTuple):
 # tiled 352 / 196, flash 216 / 189; ragged 64..2048 tiled 380 / 213, flash 227 / 196. 576 windows of 64, d80: window
 # 0.103 ms forward, tiled 0.173. Candidates that do not support a call are skipped.
 _RULES = (
-    _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
-    _Rule(128, False, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
-    _Rule(128, True, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
-    _Rule(256, False, math.inf, ("dense", "flash 3", "flash", "tiled", "by length")),
-    _Rule(256, True, math.inf, ("dense", "flash 3", "flash", "tiled", "by length")),
+    _Rule(256, False, 64, ("window", "tiled", "flash", "by length")),
+    _Rule(128, False, math.inf, ("dense", "tiled", "flash", "by length")),
+    _Rule(128, True, math.inf, ("dense", "tiled", "flash", "by length")),
+    _Rule(256, False, math.inf, ("dense", "flash", "tiled", "by length")),
+    _Rule(256, True, math.inf, ("dense", "flash", "tiled", "by length")),
 )
 
 
