@@ -1,6 +1,6 @@
 import pytest
 import torch
-from closeness import BOUNDS, assert_close, perturbed
+from closeness import BOUNDS, assert_close, compare_with_reference, perturbed
 
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import (
@@ -24,17 +24,10 @@ def gradients(outputs, inputs, d_outputs):
 
 def expect_equal(x, weight, dtype):
     """y, dx and dweight of the kernels against the reference in fp32; returns both."""
-    d_y = torch.randn_like(x, dtype=torch.float32).to(dtype)
-    inputs = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-    with launch.forced("triton"):
-        y = rms_norm(*inputs, EPS)
-        actual = (y, *gradients([y], inputs, [d_y]))
-    inputs = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()]
-    y = rms_norm_reference(*inputs, EPS)
-    expected = (y, *gradients([y], inputs, [d_y]))
-    for name, a, e in zip(("y", "dx", "dweight"), actual, expected, strict=True):
-        assert_close(name, a, e, BOUNDS[dtype])
-    return actual, expected
+    return compare_with_reference(
+        lambda x, w: rms_norm(x, w, EPS), lambda x, w: rms_norm_reference(x, w, EPS), (x, weight),
+        ("y", "dx", "dweight"), dtype,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

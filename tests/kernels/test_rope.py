@@ -1,6 +1,6 @@
 import pytest
 import torch
-from closeness import BOUNDS, assert_close, perturbed
+from closeness import BOUNDS, assert_close, compare_with_reference, perturbed
 
 from saccade.kernels import launch
 from saccade.kernels.rope import frequencies, mrope_cos_sin, mrope_reference, rope, rope_reference, vision_cos_sin
@@ -16,19 +16,10 @@ def inputs(num_tokens, num_heads, num_kv_heads, head_dim, device, dtype):
 
 
 def expect_equal(q, k, table, dtype):
-    d_outs = [torch.randn_like(x, dtype=torch.float32).to(dtype) for x in (q, k)]
-
-    def run(function, cast):
-        leaves = [cast(x).detach().requires_grad_() for x in (q, k)]
-        outs = function(*leaves, table)
-        return *outs, *torch.autograd.grad(outs, leaves, [cast(d) for d in d_outs])
-
-    with launch.forced("triton"):
-        actual = run(rope, lambda x: x)
-    expected = run(rope_reference, lambda x: x.float())
-    for name, a, e in zip(("q", "k", "dq", "dk"), actual, expected, strict=True):
-        assert_close(name, a, e, BOUNDS[dtype])
-    return actual, expected
+    names = ("q", "k", "dq", "dk")
+    return compare_with_reference(
+        lambda q, k: rope(q, k, table), lambda q, k: rope_reference(q, k, table), (q, k), names, dtype
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from closeness import BOUNDS, assert_close, perturbed
+from closeness import BOUNDS, assert_close, compare_with_reference, perturbed
 
 from saccade.kernels import launch
 from saccade.kernels import swiglu as module
@@ -18,19 +18,7 @@ NAMES = ("y", "dgate", "dup")
 
 
 def expect_equal(gate, up, dtype, d_y=None):
-    d_y = torch.randn_like(gate, dtype=torch.float32).to(dtype) if d_y is None else d_y
-
-    def run(function, cast):
-        leaves = [cast(x).detach().requires_grad_() for x in (gate, up)]
-        y = function(*leaves)
-        return y, *torch.autograd.grad(y, leaves, cast(d_y))
-
-    with launch.forced("triton"):
-        actual = run(swiglu, lambda x: x)
-    expected = run(swiglu_reference, lambda x: x.float())
-    for name, a, e in zip(NAMES, actual, expected, strict=True):
-        assert_close(name, a, e, BOUNDS[dtype])
-    return actual, expected
+    return compare_with_reference(swiglu, swiglu_reference, (gate, up), NAMES, dtype, None if d_y is None else [d_y])
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 129), (3, 5, 48), (3, 2500), (0, 16)], ids=str)
@@ -52,18 +40,9 @@ def test_with_the_linear_layer_after_it_equals_the_reference(shape, has_bias, de
     gate, up = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     weight = (torch.randn(33, shape[-1], device=device) / shape[-1] ** 0.5).to(dtype)
     bias = torch.randn(33, device=device).to(dtype) if has_bias else None
-    d_out = torch.randn(*shape[:-1], 33, device=device).to(dtype)
-
-    def run(function, cast):
-        leaves = [cast(x).detach().requires_grad_() for x in (gate, up, weight, *([bias] if has_bias else []))]
-        out = function(*leaves)
-        return out, *torch.autograd.grad(out, leaves, cast(d_out))
-
-    with launch.forced("triton"):
-        actual = run(swiglu_linear, lambda x: x)
-    expected = run(swiglu_linear_reference, lambda x: x.float())
-    for name, a, e in zip(("out", "dgate", "dup", "dweight", "dbias"), actual, expected, strict=False):
-        assert_close(name, a, e, 2 * BOUNDS[dtype])
+    inputs = gate, up, weight, *([bias] if has_bias else [])
+    names = ("out", "dgate", "dup", "dweight", "dbias")[: len(inputs) + 1]
+    compare_with_reference(swiglu_linear, swiglu_linear_reference, inputs, names, dtype, factor=2.0)
 
 
 def test_the_linear_layer_after_it_keeps_nothing_but_gate_and_up(device):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.running import losses, make_checkpoint, read_recipe, run_together, write_recipe, write_shards
+from train.running import losses, make_root, read_recipe, recipe_in, run_together
 
 from saccade.errors import ConfigError
 from saccade.kernels.dequantize_int4 import dequantize_int4_reference, interleave_int4
@@ -112,15 +112,11 @@ def test_groups_that_do_not_divide_a_layer_become_smaller_or_one_per_output(inpu
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qat")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards")
-    return folder
+    return make_root(tmp_path_factory.mktemp("qat"))
 
 
 def recipe(root, name, *settings):
-    path = write_recipe(root / f"{name}.toml", run=root / name, checkpoint=root / "checkpoint", shards=root / "shards")
-    return read_recipe(path, *settings)
+    return read_recipe(recipe_in(root, name), *settings)
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("int4", "bf16"), ("int8", "fp32")])

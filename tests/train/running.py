@@ -80,6 +80,20 @@ def write_recipe(path: Path, *, run: Path, checkpoint: Path, shards: Path, text:
     return path
 
 
+def recipe_in(root: Path, name: str) -> Path:
+    """A recipe for the checkpoint and the shards of a folder, whose run is named like it."""
+    return write_recipe(root / f"{name}.toml", run=root / name, checkpoint=root / "checkpoint", shards=root / "shards")
+
+
+def make_root(folder: Path, *, text_every: int | None = None, num_held_out: int = 0) -> Path:
+    """A folder with a checkpoint, shards, and held-out ones."""
+    make_checkpoint(folder / "checkpoint")
+    write_shards(folder / "shards", text_every=text_every)
+    if num_held_out:
+        write_shards(folder / "held-out", num_held_out)
+    return folder
+
+
 def read_recipe(path: Path, *overrides: str) -> TrainConfig:
     return load_config(TrainConfig, path, overrides)
 

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from train.running import losses, make_checkpoint, read_recipe, records, run_together, write_recipe, write_shards
+from train.running import (
+    losses,
+    make_root,
+    read_recipe,
+    recipe_in,
+    records,
+    run_together,
+    write_recipe,
+)
 
 import saccade.train
 from saccade.compress import compress
@@ -51,15 +59,11 @@ RECORDED = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("objectives")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards", text_every=3)
-    return folder
+    return make_root(tmp_path_factory.mktemp("objectives"), text_every=3)
 
 
 def recipe(root, name, *settings):
-    path = write_recipe(root / f"{name}.toml", run=root / name, checkpoint=root / "checkpoint", shards=root / "shards")
-    return read_recipe(path, *settings)
+    return read_recipe(recipe_in(root, name), *settings)
 
 
 def micro_batches(config, count=2):

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from train.running import losses, make_checkpoint, read_recipe, write_recipe, write_shards
+from train.running import losses, make_root, read_recipe, recipe_in
 
 from saccade.train.stages import train
 
@@ -25,29 +25,21 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
     """A run on the CPU in fp32 to compare with."""
-    folder = tmp_path_factory.mktemp("gpu")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards")
-    train(read_recipe(recipe(folder, "cpu"), "stages.0.steps=8"), device="cpu")
+    folder = make_root(tmp_path_factory.mktemp("gpu"))
+    train(read_recipe(recipe_in(folder, "cpu"), "stages.0.steps=8"), device="cpu")
     return folder
-
-
-def recipe(folder, name):
-    return write_recipe(
-        folder / f"{name}.toml", run=folder / name, checkpoint=folder / "checkpoint", shards=folder / "shards"
-    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_configuration_has_the_losses_of_the_cpu_within_bf16(run_root, name):
-    train(read_recipe(recipe(run_root, name), *SETTINGS, *VARIANTS[name]), device="cuda")
+    train(read_recipe(recipe_in(run_root, name), *SETTINGS, *VARIANTS[name]), device="cuda")
     assert losses(run_root / name) == pytest.approx(losses(run_root / "cpu"), abs=0.05)
 
 
 def test_a_run_resumes_on_the_gpu(run_root):
     for steps in (4, 8):
-        train(read_recipe(recipe(run_root, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
+        train(read_recipe(recipe_in(run_root, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
     assert losses(run_root / "two-parts") == pytest.approx(losses(run_root / "cpu"), abs=0.05)
 
 
@@ -67,6 +59,6 @@ def test_a_step_waits_for_the_gpu_once(run_root, settings):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        config = read_recipe(recipe(run_root, name), *SETTINGS, *settings, "validation.every=1")
+        config = read_recipe(recipe_in(run_root, name), *SETTINGS, *settings, "validation.every=1")
         train(config, device="cuda", validate=validate)
     assert waits[1] - waits[0] == 2, [str(warning.message) for warning in caught]

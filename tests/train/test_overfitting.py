@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.running import losses, make_checkpoint, read_recipe, run_together, write_recipe, write_shards
+from train.running import losses, make_root, read_recipe, recipe_in, run_together
 
 from saccade.config import load_config
 from saccade.errors import ConfigError
@@ -31,28 +31,19 @@ DROPPED = ["stages.0.drop_path=0.5", "stages.0.data.token_dropout=0.2"]
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
     """Train and export every step: plain, with an average, and averaged on two fsdp ranks, also with drop path."""
-    folder = tmp_path_factory.mktemp("overfitting")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards")
-    write_shards(folder / "held-out", count=12)
-    train(read_recipe(recipe(folder, "plain"), f"stages.0.steps={STEPS}", "checkpoint.export_every=1"), device="cpu")
-    train(read_recipe(recipe(folder, "averaged"), *averaging(folder)), device="cpu")
+    folder = make_root(tmp_path_factory.mktemp("overfitting"), num_held_out=12)
+    train(read_recipe(recipe_in(folder, "plain"), f"stages.0.steps={STEPS}", "checkpoint.export_every=1"), device="cpu")
+    train(read_recipe(recipe_in(folder, "averaged"), *averaging(folder)), device="cpu")
     dropped = [*averaging(folder), *DROPPED, "parallel.recompute_vision=full"]
     run_together(
         [
-            {"recipe": str(recipe(folder, "fsdp")), "set": averaging(folder)},
-            {"recipe": str(recipe(folder, "fsdp-dropped")), "set": dropped},
+            {"recipe": str(recipe_in(folder, "fsdp")), "set": averaging(folder)},
+            {"recipe": str(recipe_in(folder, "fsdp-dropped")), "set": dropped},
         ],
         folder,
         num_ranks=2,
     )
     return folder
-
-
-def recipe(folder, name):
-    return write_recipe(
-        folder / f"{name}.toml", run=folder / name, checkpoint=folder / "checkpoint", shards=folder / "shards"
-    )
 
 
 def averaging(folder, *more):
@@ -97,7 +88,7 @@ def test_the_average_is_what_is_validated(run_root):
         "stages.0.optimizer.lr=1e-15",
     ]
     again = averaging(run_root, *settings, "stages.0.steps=4")
-    train(read_recipe(recipe(run_root, "again"), *again), device="cpu")
+    train(read_recipe(recipe_in(run_root, "again"), *again), device="cpu")
     assert validations(run_root / "averaged")[STEPS] == pytest.approx(validations(run_root / "again")[4], rel=1e-6)
 
 
@@ -120,15 +111,17 @@ def test_validating_the_average_of_a_sharded_run_does_not_change_its_training(ru
         return {}
 
     if is_custom:
-        train(read_recipe(recipe(run_root, name), *settings, "validation.sources=[]"), device="cpu", validate=validate)
+        train(
+            read_recipe(recipe_in(run_root, name), *settings, "validation.sources=[]"), device="cpu", validate=validate
+        )
     else:
-        train(read_recipe(recipe(run_root, name), *settings), device="cpu")
+        train(read_recipe(recipe_in(run_root, name), *settings), device="cpu")
     assert losses(run_root / name) == pytest.approx(losses(run_root / "plain"), abs=1e-5)
 
 
 def test_the_next_stage_starts_from_the_average(run_root, tmp_path):
     shutil.copytree(run_root / "averaged", tmp_path / "run")
-    text = recipe(run_root, "two-stages").read_text() + (
+    text = recipe_in(run_root, "two-stages").read_text() + (
         f'[[stages]]\nname = "more"\nsteps = 2\n'
         f'data = {{ sources = [{{ path = "{run_root / "shards"}" }}], num_workers = 0 }}\n'
         "optimizer = { lr = 0.0, lrs = { projector = 1e-3 } }\n"
@@ -161,7 +154,7 @@ def test_a_resumed_run_with_all_options_equals_an_uninterrupted_one(run_root, tm
     )
     whole = run_root / "all-options"
     if not whole.exists():
-        train(read_recipe(recipe(run_root, "all-options"), *options), device="cpu")
+        train(read_recipe(recipe_in(run_root, "all-options"), *options), device="cpu")
     shutil.copytree(whole, tmp_path / "run", ignore=lambda _, names: {name for name in names if name == "checkpoints"})
     for state in (tmp_path / "run/state").glob("step-*"):
         if int(state.name.removeprefix("step-")) > kept:
@@ -183,7 +176,7 @@ def test_smoothed_labels_change_the_loss_of_training_and_not_of_validation(run_r
     for smoothing in (0.0, 0.2):
         name = f"smoothed-{smoothing}"
         config = averaging(run_root, *settings, f"stages.0.objective.label_smoothing={smoothing}")
-        train(read_recipe(recipe(run_root, name), *config), device="cpu")
+        train(read_recipe(recipe_in(run_root, name), *config), device="cpu")
         found[smoothing] = losses(run_root / name)[0], validations(run_root / name)[1]
     assert found[0.0][0] != pytest.approx(found[0.2][0], rel=1e-4)
     assert found[0.0][1] == pytest.approx(found[0.2][1], rel=1e-6)
@@ -195,7 +188,7 @@ def test_smoothed_labels_change_the_loss_of_training_and_not_of_validation(run_r
 def test_activation_checkpointing_repeats_the_dropped_paths(run_root):
     for recompute in ("none", "full"):
         settings = [*DROPPED, "stages.0.steps=4", f"parallel.recompute_vision={recompute}"]
-        train(read_recipe(recipe(run_root, f"dropped-{recompute}"), *settings), device="cpu")
+        train(read_recipe(recipe_in(run_root, f"dropped-{recompute}"), *settings), device="cpu")
     assert losses(run_root / "dropped-full") == losses(run_root / "dropped-none")
     assert losses(run_root / "dropped-none") != losses(run_root / "plain")[:4]
 
@@ -217,7 +210,7 @@ def test_what_is_dropped_changes_the_loss_of_training_and_not_of_validation(run_
     ]
     name = setting.split("=")[0]
     for run, more in ((name, [setting]), ("still", [])):
-        train(read_recipe(recipe(run_root, run), *averaging(run_root, *still, *more)), device="cpu")
+        train(read_recipe(recipe_in(run_root, run), *averaging(run_root, *still, *more)), device="cpu")
     assert losses(run_root / name)[0] != losses(run_root / "still")[0]
     assert validations(run_root / name)[1] == pytest.approx(validations(run_root / "still")[1], rel=1e-6)
 
@@ -231,7 +224,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(run_root):
         run_root, "validation.every=1", "validation.export_best=true", "checkpoint.export_every=1",
         "stages.0.schedule.warmup_steps=6", "stages.0.optimizer.lr=0.3", "guard.spike_sigmas=inf",
     )  # fmt: skip
-    train(read_recipe(recipe(run_root, "best"), *config), device="cpu")
+    train(read_recipe(recipe_in(run_root, "best"), *config), device="cpu")
     found = validations(run_root / "best")
     best = min(found, key=found.get)
     assert best < STEPS
@@ -252,21 +245,21 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(run_root):
 )
 def test_settings_out_of_range_are_refused(run_root, override, words):
     with pytest.raises(ConfigError, match=words):
-        load_config(TrainConfig, recipe(run_root, "refused"), [override])
+        load_config(TrainConfig, recipe_in(run_root, "refused"), [override])
 
 
 @pytest.mark.parametrize("setting", DROPPED)
 def test_preference_pairs_are_not_compared_with_a_reference_that_drops_nothing(run_root, setting):
     with pytest.raises(ConfigError, match=r"Remove drop_path and data\.token_dropout"):
-        load_config(TrainConfig, recipe(run_root, "refused"), ["stages.0.objective.dpo={}", setting])
+        load_config(TrainConfig, recipe_in(run_root, "refused"), ["stages.0.objective.dpo={}", setting])
 
 
 def test_dropout_of_adapters_is_refused_with_preference_pairs_and_may_differ_between_stages(run_root):
     with pytest.raises(ConfigError, match=r"stage learn: preference pairs .* drops nothing\. Remove lora\.dropout"):
         load_config(
-            TrainConfig, recipe(run_root, "refused"), ["stages.0.objective.dpo={}", "stages.0.lora.dropout=0.1"]
+            TrainConfig, recipe_in(run_root, "refused"), ["stages.0.objective.dpo={}", "stages.0.lora.dropout=0.1"]
         )
-    text = recipe(run_root, "two-dropouts").read_text()
+    text = recipe_in(run_root, "two-dropouts").read_text()
     stage = text[text.index("[[stages]]") :].replace("learn", "prefer")
     (run_root / "two-dropouts.toml").write_text(text + stage)
     lora = ["stages.learn.lora={rank=4, dropout=0.1}", "stages.prefer.lora={rank=4}", "stages.prefer.objective.dpo={}"]

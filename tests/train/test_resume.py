@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from safetensors.torch import load_file
-from train.running import losses, make_checkpoint, read_recipe, skipped, write_recipe, write_shards
+from train.running import losses, make_root, read_recipe, recipe_in, skipped, write_recipe, write_shards
 from train.test_trainer import damage
 
 from saccade.cli.joins.checkpoint_evaluations import CheckpointEvaluations
@@ -25,16 +25,11 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards")
-    write_shards(folder / "held-out", count=8)
-    return folder
+    return make_root(tmp_path_factory.mktemp("resume"), num_held_out=8)
 
 
 def recipe(root, name, *settings):
-    path = write_recipe(root / f"{name}.toml", run=root / name, checkpoint=root / "checkpoint", shards=root / "shards")
-    return read_recipe(path, *settings)
+    return read_recipe(recipe_in(root, name), *settings)
 
 
 def held_out(root, every, *more):

@@ -5,7 +5,15 @@ import shutil
 
 import pytest
 import torch
-from train.running import losses, make_checkpoint, read_recipe, records, run_together, write_recipe, write_shards
+from train.running import (
+    losses,
+    make_checkpoint,
+    read_recipe,
+    recipe_in,
+    records,
+    run_together,
+    write_shards,
+)
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -40,11 +48,10 @@ def root(tmp_path_factory):
 
 
 def recipe(root, name, *settings, top_k=None):
-    path = write_recipe(root / f"{name}.toml", run=root / name, checkpoint=root / "checkpoint", shards=root / "shards")
     distillation = {"teacher": root / "teacher", "kl_weight": 0.7, "temperature": 2.0}
     distillation |= {} if top_k is None else {"top_k": top_k}
     own = [f"stages.0.objective.distillation.{key}={value}" for key, value in distillation.items()]
-    return read_recipe(path, *own, *settings)
+    return read_recipe(recipe_in(root, name), *own, *settings)
 
 
 def first_step(config):

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from train.running import losses, make_checkpoint, read_recipe, run_together, write_recipe, write_shards
+from train.running import losses, make_root, read_recipe, recipe_in, run_together
 
 from saccade.config import load_config
 from saccade.data.toy import toy_sample
@@ -26,17 +26,7 @@ from saccade.train.validation import THUMBNAIL_SIDE, preserve_random_state
 
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("validation")
-    make_checkpoint(folder / "checkpoint")
-    write_shards(folder / "shards")
-    write_shards(folder / "held-out", count=20)
-    return folder
-
-
-def recipe(run_root, name):
-    return write_recipe(
-        run_root / f"{name}.toml", run=run_root / name, checkpoint=run_root / "checkpoint", shards=run_root / "shards"
-    )
+    return make_root(tmp_path_factory.mktemp("validation"), num_held_out=20)
 
 
 def validating(run_root, *more):
@@ -60,13 +50,13 @@ def scores(run):
 @pytest.fixture(scope="module")
 def validated(run_root):
     """A run with validation, one without, and two ranks with fsdp and ddp."""
-    train(read_recipe(recipe(run_root, "validated"), *validating(run_root)), device="cpu")
-    train(read_recipe(recipe(run_root, "plain"), "stages.0.steps=7"), device="cpu")
+    train(read_recipe(recipe_in(run_root, "validated"), *validating(run_root)), device="cpu")
+    train(read_recipe(recipe_in(run_root, "plain"), "stages.0.steps=7"), device="cpu")
     jobs = [
-        {"recipe": str(recipe(run_root, name)), "set": validating(run_root, f"parallel.strategy={name}")}
+        {"recipe": str(recipe_in(run_root, name)), "set": validating(run_root, f"parallel.strategy={name}")}
         for name in ("fsdp", "ddp")
     ]
-    jobs.append({"recipe": str(recipe(run_root, "context")), "set": validating(run_root, "parallel.context=2")})
+    jobs.append({"recipe": str(recipe_in(run_root, "context")), "set": validating(run_root, "parallel.context=2")})
     run_together(jobs, run_root, num_ranks=2)
     return run_root
 
@@ -122,7 +112,7 @@ def test_generations_are_written_and_skipped_for_a_sharded_model(validated):
 
 
 def test_a_resumed_run_drops_generations_beyond_its_step(run_root):
-    path, settings = recipe(run_root, "again"), validating(run_root, "checkpoint.every=5")
+    path, settings = recipe_in(run_root, "again"), validating(run_root, "checkpoint.every=5")
     train(read_recipe(path, *settings, "stages.0.steps=6"), device="cpu")
     for state in sorted((run_root / "again/state").iterdir())[1:]:
         (state / "complete.json").unlink()  # as if it had died before the end
@@ -140,7 +130,7 @@ def test_ctrl_c_ends_a_validation_after_its_current_batch(run_root, monkeypatch)
         return score(self, inputs, labels)
 
     monkeypatch.setattr(ModelWithLoss, "score", interrupted)
-    file = recipe(run_root, "interrupted")
+    file = recipe_in(run_root, "interrupted")
     config = read_recipe(file, *validating(run_root, "stages.0.data.max_seq_len=120"))
     assert train(config, device="cpu") is Ending.STOPPED
     assert len(calls) == 1
@@ -175,12 +165,12 @@ def test_thumbnails_are_small():
 )
 def test_invalid_settings_are_refused(run_root, setting, message):
     with pytest.raises(ConfigError, match=message):
-        read_recipe(recipe(run_root, "refused"), setting)
+        read_recipe(recipe_in(run_root, "refused"), setting)
 
 
 def test_profiled_steps_write_a_trace(run_root):
     settings = ["stages.0.steps=4", "log.profile_steps=[2, 3]"]
-    train(read_recipe(recipe(run_root, "profiled"), *settings), device="cpu")
+    train(read_recipe(recipe_in(run_root, "profiled"), *settings), device="cpu")
     trace = json.loads((run_root / "profiled/trace/steps-2-3-rank0.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert sum("_foreach_norm" in name for name in names) == 2, "once a step"
@@ -189,14 +179,14 @@ def test_profiled_steps_write_a_trace(run_root):
 
 def test_a_memory_snapshot_is_refused_without_a_gpu(run_root):
     with pytest.raises(ConfigError, match="this run is on the CPU"):
-        train(read_recipe(recipe(run_root, "snapshot"), "log.memory_snapshot=true"), device="cpu")
+        train(read_recipe(recipe_in(run_root, "snapshot"), "log.memory_snapshot=true"), device="cpu")
 
 
 def test_out_of_memory_prints_the_plan_and_what_to_change(run_root):
     def validate(model, step):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    config = read_recipe(recipe(run_root, "full"), "validation.every=1")
+    config = read_recipe(recipe_in(run_root, "full"), "validation.every=1")
     with pytest.raises(ConfigError) as caught:
         train(config, device="cpu", validate=validate)
     text = str(caught.value)
