@@ -28,8 +28,8 @@ from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.encoder import Encoder, patch_budgets
 from saccade.engine.device.failures import is_alive
-from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
+from saccade.engine.frontend.preprocessing.processed_images import ProcessedImage
 from saccade.engine.frontend.preprocessing.prompt_assembly import images_by_themselves
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified
 from saccade.engine.media import EncodedImage, TaskDescription

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage, ProcessedImageCache
+from saccade.engine.frontend.preprocessing.processed_images import ProcessedImage, ProcessedImageCache
 
 PATCH_DIM = 8000
 

@@ -22,9 +22,8 @@ from typing import Any, Self
 from saccade.engine.frontend.futures import done, failed, when_all_done
 from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
 from saccade.engine.frontend.preprocessing.config import MAX_WORKER_BYTES, PreprocessingConfig
-from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
 from saccade.engine.frontend.preprocessing.media import MediaReader
-from saccade.engine.frontend.preprocessing.processed_images import ProcessedImages
+from saccade.engine.frontend.preprocessing.processed_images import ProcessedImage, ProcessedImages
 from saccade.engine.frontend.preprocessing.prompt_assembly import assemble_prompt, find_placeholders, plain_ids
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified
 from saccade.engine.frontend.preprocessing.statistics import PreprocessingStatistics

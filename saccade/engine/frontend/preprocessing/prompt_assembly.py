@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from saccade.engine.frontend.preprocessing.config import ProcessorMetadata
-from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage
+from saccade.engine.frontend.preprocessing.processed_images import ProcessedImage
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
 from saccade.errors import RequestError
