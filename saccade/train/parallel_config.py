@@ -61,20 +61,24 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_positive(self, "pipeline_chunks")
         self._check_sizes()
-        is_ddp = self.strategy == "ddp" or (self.strategy == "auto" and self.replicate is not None and self.shard == 1)
-        self._check_compression(is_ddp)
-        if self.offload and (is_ddp or self.strategy == "none"):
+        self._check_compression()
+        if self.offload and (self.is_ddp or self.strategy == "none"):
             raise ConfigError(
-                f"offload requires fsdp or hsdp, not strategy = {'ddp' if is_ddp else 'none'!r}; "
+                f"offload requires fsdp or hsdp, not strategy = {'ddp' if self.is_ddp else 'none'!r}; "
                 "optimizer.offload works with any strategy"
             )
 
-    def _check_compression(self, is_ddp: bool) -> None:
+    @property
+    def is_ddp(self) -> bool:
+        """Whether data ranks have whole copies that DDP keeps equal."""
+        return self.strategy == "ddp" or (self.strategy == "auto" and self.replicate is not None and self.shard == 1)
+
+    def _check_compression(self) -> None:
         """Refuse a form of gradient communication that the strategy does not have."""
         kind = self.compress_gradients
-        if kind == "int8" and is_ddp:
+        if kind == "int8" and self.is_ddp:
             raise ConfigError("compress_gradients = 'int8' requires fsdp. With ddp, use 'bf16'")
-        if kind != "none" and not is_ddp and self.reduce_dtype != "fp32":
+        if kind != "none" and not self.is_ddp and self.reduce_dtype != "fp32":
             raise ConfigError(
                 f"compress_gradients = {kind!r} rounds fp32 gradients, but reduce_dtype is {self.reduce_dtype}. "
                 "Remove one of them"

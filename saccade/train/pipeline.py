@@ -43,7 +43,7 @@ def check_pipeline(stage: StageConfig, config: ParallelConfig) -> None:
             f"objective.{name} runs a second model, whole and on the last rank of the pipeline. Use parallel.shard or "
             "parallel.tensor instead of pipeline, or distillation from stored logits (top_k)"
         )
-    if config.compress_gradients in ("bf16", "powersgd") and config.rounding_of_shards is None:
+    if config.compress_gradients != "none" and config.is_ddp:
         raise ConfigError("compress_gradients is for DDP or FSDP, and a pipeline averages gradients itself. Remove it")
 
 

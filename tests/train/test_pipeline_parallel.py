@@ -161,7 +161,7 @@ def test_stages_that_are_impossible_are_refused(parallel, words, stage):
     ("settings", "parallel", "words"),
     [
         (["stages.0.objective.dpo={}"], {}, "objective.dpo runs a second model"),
-        ([], {"strategy": "ddp", "compress_gradients": "powersgd"}, "a pipeline averages gradients itself"),
+        ([], {"strategy": "ddp", "compress_gradients": "bf16"}, "a pipeline averages gradients itself"),
     ],
 )
 def test_settings_that_a_pipeline_does_not_have_are_refused(settings, parallel, words, stage):
