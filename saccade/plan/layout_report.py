@@ -21,7 +21,7 @@ class LayoutReport:
     """The layouts of a job on a cluster, the fastest first."""
 
     def __init__(self, planner: LayoutPlanner, *, gpu_hour_price: float | None = None) -> None:
-        self._planner, self._price = planner, gpu_hour_price
+        self.planner, self._price = planner, gpu_hour_price
         self.plans = planner.plan()
         self._possible = [plan for plan in self.plans if plan.is_possible]
 
@@ -52,7 +52,7 @@ class LayoutReport:
 
     @property
     def _title(self) -> str:
-        job, cluster = self._planner.job, self._planner.cluster
+        job, cluster = self.planner.job, self.planner.cluster
         return (
             f"{cluster.num_gpus} x {cluster.gpu.name}, {cluster.network.name} between nodes of "
             f"{cluster.network.gpus_per_node}; {job.global_batch_size} packed sequences of {job.seq_len} tokens a "
@@ -61,7 +61,7 @@ class LayoutReport:
 
     @property
     def _mean_patches(self) -> float:
-        sequences = self._planner.sequences
+        sequences = self.planner.sequences
         return sum(one.num_patches for one in sequences) / len(sequences)
 
     @property
@@ -73,7 +73,7 @@ class LayoutReport:
     def _row(self, plan: LayoutPlan) -> tuple[str, ...]:
         if not plan.is_possible:
             return (str(plan.dims), *("",) * 7, plan.reason)
-        per_gpu = plan.tokens_per_s / self._planner.cluster.num_gpus
+        per_gpu = plan.tokens_per_s / self.planner.cluster.num_gpus
         return (
             str(plan.dims), "/".join(plan.extents), str(plan.micro_batches), f"{plan.memory_gib:.1f}",
             f"{plan.step_s:.3f}", f"{per_gpu:.0f}", f"{plan.mfu:.1%}", f"{plan.exposed_s / plan.step_s:.1%}",
@@ -87,11 +87,11 @@ class LayoutReport:
 
     def gpu_hours(self, plan: LayoutPlan) -> float:
         """GPU hours of 1e9 tokens."""
-        return 1e9 / plan.tokens_per_s * self._planner.cluster.num_gpus / 3600
+        return 1e9 / plan.tokens_per_s * self.planner.cluster.num_gpus / 3600
 
     def _communication(self, plan: LayoutPlan) -> Iterator[tuple[str, ...]]:
         """Rows of the collectives of a micro-batch, by communicator and kind."""
-        cluster = self._planner.cluster
+        cluster = self.planner.cluster
         links = LinkPrices(cluster.gpu, cluster.network, plan.dims)
         kinds: dict[str, list[float]] = {}
         for one in plan.collectives:
@@ -106,7 +106,7 @@ class LayoutReport:
     @property
     def assumptions(self) -> str:
         """What is not measured."""
-        gpu, network = self._planner.cluster.gpu, self._planner.cluster.network
+        gpu, network = self.planner.cluster.gpu, self.planner.cluster.network
         return (
             f"{gpu.link / 1e9:.0f} GB/s between GPUs of a node, {network.adapter / 1e9:.4g} GB/s per GPU between "
             f"nodes, {LINK_SHARE:.0%} of either reached, {network.latency_s * 1e6:.0f} us per hop between nodes; "

@@ -152,11 +152,6 @@ class LayoutPlanner:
             *(one for one in found if not one.is_possible),
         ]
 
-    def recorded_exactly(self, plan: LayoutPlan) -> list[Collective]:
-        """The collectives of a micro-batch on exactly these ranks, with all decoder layers run."""
-        operations = record_step(self._settings(plan.extents), plan.dims, self.typical.shape, is_whole=True)
-        return [one for one in operations if isinstance(one, Collective)]
-
     # -------------------------------------------------------------- one layout
 
     def _plan(self, dims: ParallelDims) -> LayoutPlan:

@@ -18,7 +18,8 @@ from saccade.plan.prices import LINK_SHARE, START_S, LinkPrices, Network, Segmen
 from saccade.plan.ragged import draw_sequences, slowest_rank
 from saccade.plan.stages import stage_operations
 from saccade.plan.timeline import simulate
-from saccade.train.recorded_step import Collective, Kernel, Wait
+from saccade.train.parallel_config import ParallelConfig
+from saccade.train.recorded_step import Collective, Kernel, StepSettings, Wait, record_step
 
 TINY = named_size("tiny")
 H200 = gpu_named("H200")
@@ -148,6 +149,22 @@ def test_the_fastest_layout_comes_first_and_others_say_why_they_lose(report):
     text = "\n".join(report.lines())
     assert "GB/s per GPU between nodes" in text
     assert "shards all-gather" in text
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(replicate=4, shard=8), ParallelDims(shard=16, tensor=2)], ids=str)
+def test_collectives_of_a_layout_are_those_of_a_step_on_exactly_its_ranks(dims, report):
+    """They are taken from a step on two copies of two shards. Shards pad some parameters: bytes differ by a percent."""
+    plan = next(one for one in report.plans if one.dims == dims)
+    settings = StepSettings(config=report.planner.job.config, parallel=ParallelConfig())
+    shape = report.planner.typical.shape
+    exact = [
+        one
+        for one in record_step(settings, dims, shape, is_whole=True)
+        if isinstance(one, Collective) and one.phase != "the update"
+    ]
+    assert [(one.phase, one.kind) for one in plan.collectives] == [(one.phase, one.kind) for one in exact]
+    ours, theirs = (sum(one.num_bytes for one in found) for found in (plan.collectives, exact))
+    assert ours == pytest.approx(theirs, rel=0.02)
 
 
 def test_a_page_has_the_timeline(report, tmp_path):
