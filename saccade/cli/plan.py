@@ -218,9 +218,10 @@ def _plan_layouts(
     patches: int | None, gpu_hour_price: float | None,
 ) -> Any:  # fmt: skip
     """The layouts of a cluster."""
+    from saccade.plan.cluster import Cluster, Job
     from saccade.plan.gpus import gpu_named
     from saccade.plan.layout_report import LayoutReport
-    from saccade.plan.layouts import Cluster, Job, LayoutPlanner
+    from saccade.plan.layouts import LayoutPlanner
     from saccade.plan.prices import network_named
     from saccade.plan.served_model import model_config
 

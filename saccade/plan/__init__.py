@@ -6,6 +6,7 @@
     throughput.py    times in a steady state, from bandwidth and peak throughput
     gpus.py          GPUs by name
 
+    cluster.py       a training job, its GPUs, and the layouts that are compared
     layouts.py       the best layouts of a training run on a cluster, from steps that `train` records
     prices.py        seconds of kernels, as measured, and of collectives, by models of links
     timeline.py      when the operations of a step run, and how much communication nothing hides

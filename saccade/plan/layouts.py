@@ -10,7 +10,7 @@ one another as the formula of 1F1B says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import TypeGuard
@@ -18,15 +18,14 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.live_bytes import Phases
 from saccade.model.shard import TensorRank
-from saccade.model.tensor_parallel import possible_ranks
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import ParallelDims
+from saccade.plan.cluster import Cluster, Job, candidates
 from saccade.plan.gpus import Gpu
-from saccade.plan.prices import KernelPrices, LinkPrices, Network, Segments
+from saccade.plan.prices import KernelPrices, LinkPrices, Segments
 from saccade.plan.ragged import Floats, PackedShape, draw_sequences, slowest_rank, typical
 from saccade.plan.stages import stage_operations
 from saccade.plan.timeline import Timeline, simulate
@@ -45,43 +44,9 @@ EXTENTS: tuple[Extents, ...] = (
     ("selective", "selective"), ("full", "selective"), ("full", "full"),
 )  # fmt: skip
 """Activation checkpointing of tower and decoder, the least additional compute first."""
-_MIN_TOKENS = 8192
-"""Tokens of a context rank, at least: with fewer, kernels are short and gathers are not."""
-_NODES_PER_COPY = (1, 4)
-"""Numbers of nodes that one sharded copy may have, besides all."""
 Seconds = Callable[[Operation], float]
 COMPUTE, WAITING, BUBBLE, UPDATE = "compute", "slowest rank", "bubble", "update"
 """Parts of a step, next to the exposed time of each kind of collective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Equal GPUs, in nodes."""
-
-    gpu: Gpu
-    """Each of them."""
-    num_gpus: int
-    """Number of GPUs."""
-    network: Network
-    """Links between nodes, and GPUs of a node."""
-
-    def __post_init__(self) -> None:
-        if self.gpu.bf16 is None or self.gpu.bandwidth is None:
-            raise ConfigError(f"the speed of a GPU of {self.gpu.gib:g} GiB is not known. Give its name, such as H100")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is trained: all parameters, with AdamW."""
-
-    config: ModelConfig
-    """The model."""
-    seq_len: int
-    """Tokens of a packed sequence, at most."""
-    global_batch_size: int
-    """Packed sequences of a step."""
-    patches: int | None = None
-    """Mean vision patches of a packed sequence; None: those of the mixture in `ragged.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,25 +286,6 @@ def lone_step_s(settings: StepSettings, shape: SequenceShape, gpu: Gpu) -> float
     )
     operations = record_step(settings, ParallelDims(), shape)
     return sum(map(prices.seconds, operations)) + prices.update_seconds(trained)
-
-
-def candidates(job: Job, cluster: Cluster) -> Iterator[ParallelDims]:
-    """Layouts of exactly these GPUs: tensor ranks within a node, context where sequences are long, up to 8 stages."""
-    per_node = cluster.network.gpus_per_node
-    layers = job.config.language.num_layers
-    for tensor in (size for size in possible_ranks(job.config.language) if size <= per_node and per_node % size == 0):
-        for context in (size for size in (1, 2, 4, 8, 16, 32) if size == 1 or job.seq_len // size >= _MIN_TOKENS):
-            for pipeline in (size for size in (1, 2, 4, 8) if layers % size == 0 and (size == 1 or tensor > 1)):
-                ranks, rest = divmod(cluster.num_gpus, tensor * context * pipeline)
-                if rest or not ranks:
-                    continue
-                of_nodes = (nodes * per_node // (tensor * context) for nodes in _NODES_PER_COPY)
-                for shard in sorted({ranks, *(size for size in of_nodes if size > 0 and ranks % size == 0)}):
-                    dims = ParallelDims(
-                        pipeline=pipeline, replicate=ranks // shard, shard=shard, context=context, tensor=tensor
-                    )
-                    if dims.count("shard", "context") > 1 or dims.replicate == 1:
-                        yield dims
 
 
 def _is_between_copies(operation: Operation) -> TypeGuard[Collective]:

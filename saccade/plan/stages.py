@@ -1,9 +1,11 @@
-"""The operations of a step cut into the stages of a pipeline, so that the slowest stage is as fast as possible."""
+"""The operations of a step cut into the stages of a pipeline: layers as in a run, but by time instead of FLOPs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
+from saccade.train.pipeline_schedule import split_layers
 from saccade.train.recorded_step import Operation
 
 _FIRST, _LAST = "the first stage", "the last stage"
@@ -20,10 +22,12 @@ def stage_operations(
         unit = _unit(one.phase)
         cost[unit] = cost.get(unit, 0.0) + seconds(one)
     layers = sorted((unit for unit in cost if unit.isdigit()), key=int)
-    units = [_FIRST, *layers, _LAST]
-    stage_of = _cut([cost.get(unit, 0.0) for unit in units], num_stages)
+    of_ends = cost.get(_FIRST, 0.0), cost.get(_LAST, 0.0)
+    bounds = split_layers(of_ends[0], [cost[layer] for layer in layers], of_ends[1], num_stages)
+    number = {_FIRST: 0, _LAST: num_stages - 1}
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        number |= dict.fromkeys(layers[start:stop], stage)
     stages: list[list[Operation]] = [[] for _ in range(num_stages)]
-    number = dict(zip(units, stage_of, strict=True))
     for one in operations:
         stages[number[_unit(one.phase)]].append(one)
     return stages
@@ -33,22 +37,3 @@ def _unit(phase: str) -> str:
     """The decoder layer of a phase, or the end of the model that it belongs to."""
     _, _, layer = phase.partition(" of language.layers.")
     return layer or (_LAST if phase == "the loss" else _FIRST)
-
-
-def _cut(costs: Sequence[float], num_stages: int) -> list[int]:
-    """The stage of every item, ascending: the least limit on a stage's cost with which they are enough."""
-    low, high = max(costs), sum(costs)
-    for _ in range(40):
-        limit = (low + high) / 2
-        low, high = (low, limit) if _filled(costs, limit)[-1] < num_stages else (limit, high)
-    return _filled(costs, high)
-
-
-def _filled(costs: Sequence[float], limit: float) -> list[int]:
-    stages, stage, used = [], 0, 0.0
-    for cost in costs:
-        if used and used + cost > limit:
-            stage, used = stage + 1, 0.0
-        used += cost
-        stages.append(stage)
-    return stages

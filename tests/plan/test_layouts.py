@@ -11,9 +11,10 @@ from saccade.cli.commands import app
 from saccade.errors import ConfigError
 from saccade.model.families import named_size
 from saccade.parallel_dims import ParallelDims
+from saccade.plan.cluster import Cluster, Job, candidates
 from saccade.plan.gpus import gpu_named
 from saccade.plan.layout_report import LayoutReport
-from saccade.plan.layouts import COMPUTE, UPDATE, Cluster, Job, LayoutPlanner, candidates
+from saccade.plan.layouts import COMPUTE, UPDATE, LayoutPlanner
 from saccade.plan.prices import LINK_SHARE, START_S, LinkPrices, Network, Segments, network_named
 from saccade.plan.ragged import draw_sequences, slowest_rank
 from saccade.plan.stages import stage_operations
