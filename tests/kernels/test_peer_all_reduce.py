@@ -54,18 +54,12 @@ class VirtualRanks:
                 flags[row, rank] = use
 
     def run(self, function, parts, *others):
-        """The results of all ranks; at the same time on a GPU."""
-        if not self.streams:
-            for rank, part in enumerate(parts):
-                self.write(rank, part)
-            return [function(part, *others, one) for part, one in zip(parts, self.buffers, strict=True)]
-        torch.cuda.synchronize()
-        found = []
-        for part, one, stream in zip(parts, self.buffers, self.streams, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(function(part, *others, one))
-        torch.cuda.synchronize()
-        return found
+        """The results of all ranks, one after another."""
+        if self.streams:
+            pytest.skip("on a GPU, where ranks wait for each other, virtual ones run as CUDA graphs")
+        for rank, part in enumerate(parts):
+            self.write(rank, part)
+        return [function(part, *others, one) for part, one in zip(parts, self.buffers, strict=True)]
 
 
 @pytest.fixture
