@@ -163,7 +163,7 @@ def curate_all(folder: Path, ray_address: str | None) -> None:
 
 
 def digest(folder: Path) -> str:
-    """Of all decisions."""
+    """The checksum of all decisions."""
     found = hashlib.sha256()
     index = open_index(folder, check_files=not (folder / ROWS).exists())
     for shard in range(len(index.shards)):

@@ -70,7 +70,7 @@ class LayoutPlan:
     timeline: Timeline = field(default_factory=Timeline)
     """A micro-batch of the slowest stage."""
     collectives: tuple[Collective, ...] = ()
-    """Of a micro-batch, over all stages."""
+    """Collectives of a micro-batch, over all stages."""
     reason: str = ""
     """Why it is not possible, or loses."""
 

@@ -106,7 +106,7 @@ def _duration(passes: Sequence[Sequence[Pass]]) -> int:
 def split_layers(first: float, layers: Sequence[float], last: float, num_stages: int) -> tuple[int, ...]:
     """Bounds of the layers of each stage, `num_stages` + 1 of them: the costliest stage costs as little as possible.
 
-    `first` and `last` are costs of the first and last stage beside their layers: tower and embedding, head and loss.
+    `first` and `last` are further costs of the first and last stage: tower and embedding, head and loss.
     These two may have no layer, others have one or more. Of the splits that are equally good for the costliest stage,
     the one with the least sum of squares is taken.
     """

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.data.curate import image_search
+from saccade.data.curate.comparisons import Images, Texts
 from saccade.data.curate.exchange import Rows, Runner
-from saccade.data.curate.image_match import COPY, same_picture
 from saccade.data.curate.image_search import (
     LIKELY,
     NUM_PROBES,
@@ -38,8 +38,8 @@ from saccade.data.curate.image_search import (
 )
 from saccade.data.curate.leaders import EDGE, find_leaders, read_leaders, wanted
 from saccade.data.curate.partitions import Dropper, Partitions
-from saccade.data.curate.sample_table import Ids, SampleTable, read_texts, read_thumbnails
-from saccade.data.curate.text_features import NUM_BANDS, similarity
+from saccade.data.curate.sample_table import Ids, SampleTable
+from saccade.data.curate.text_features import NUM_BANDS
 
 MAX_COMPARED = 32
 """Texts of a bucket that every other one is compared with: the best."""
@@ -109,7 +109,7 @@ def drop_near_duplicate_images(runner: Runner, step: Step) -> None:
     runner.run(f"{step.name}-views", _send_views, search, num)
     runner.run(f"{step.name}-pairs", _find_pairs, step, num)
     runner.run(f"{step.name}-closest", _keep_closest, step, num)
-    where = find_leaders(runner, step.partitions, _Images(), step.name)
+    where = find_leaders(runner, step.partitions, Images(), step.name)
     found = _Found(step, where)
     runner.run(f"{step.name}-pictures", _send_pictures, found, num)
     runner.run(f"{step.name}-samples", _send_samples, found, num)
@@ -121,7 +121,7 @@ def drop_near_duplicate_texts(runner: Runner, step: Step) -> None:
     num = step.partitions.num_partitions
     runner.run(f"{step.name}-bands", _send_bands, step, num)
     runner.run(f"{step.name}-buckets", _find_text_pairs, step, num)
-    where = find_leaders(runner, step.partitions, _Texts(step.partitions.settings.min_text_similarity), step.name)
+    where = find_leaders(runner, step.partitions, Texts(step.partitions.settings.min_text_similarity), step.name)
     runner.run(f"{step.name}-drop", _drop_followers, _Found(step, where), num)
 
 
@@ -386,20 +386,6 @@ def _want(step: Step, partition: int, pairs: Rows) -> None:
     sender.close()
 
 
-@dataclass(frozen=True)
-class _Images:
-    """Images are compared by their thumbnails."""
-
-    def payloads(self, partitions: Partitions, ids: Ids) -> list[bytes]:
-        """The thumbnails."""
-        return [thumbnail.tobytes() for thumbnail in read_thumbnails(partitions.index, ids)]
-
-    def is_same(self, worse: Sequence[bytes], better: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Whether they show the same image."""
-        one, other = (np.frombuffer(b"".join(side), np.uint8).reshape(len(side), -1) for side in (better, worse))
-        return same_picture(one, other, COPY)
-
-
 # ------------------------------------------------------------------ images: samples
 
 
@@ -486,23 +472,6 @@ def text_pairs(rows: Rows) -> Iterator[Rows]:
         pairs = np.empty(len(rest), EDGE)
         pairs["worse"], pairs["better"], pairs["quality"] = rows["sample"][rest], better["sample"], better["quality"]
         yield np.unique(pairs)
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Texts are compared by their shingles."""
-
-    min_similarity: float
-
-    def payloads(self, partitions: Partitions, ids: Ids) -> list[bytes]:
-        """The texts."""
-        return [text.encode("utf-8", "surrogatepass") for text in read_texts(partitions.index, ids)]
-
-    def is_same(self, worse: Sequence[bytes], better: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Whether they are nearly the same text."""
-        pairs = zip(worse, better, strict=True)
-        decoded = [[text.decode("utf-8", "surrogatepass") for text in pair] for pair in pairs]
-        return np.array([similarity(*pair) >= self.min_similarity for pair in decoded], bool)
 
 
 def _drop_followers(found: _Found, partition: int) -> dict[str, int]:

@@ -56,9 +56,9 @@ class _Job:
     comparison: Comparison
     kind: str
     number: int
-    """Of the pass over wanted pairs."""
+    """The number of the pass over wanted pairs."""
     step: int = 0
-    """Of the state that the stage writes; it reads the one before."""
+    """The number of the state that the stage writes; it reads the state before."""
     begins: bool = False
     """Whether this is the first round of the pass."""
 
