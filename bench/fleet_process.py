@@ -18,6 +18,8 @@ from typing import Any, Self
 
 ENGINE = {"num_workers": 1, "core_process": True, "num_pages": 400, "max_length": 1000}
 """Settings of a tiny engine."""
+_END_S = 240.0
+"""Seconds after Ctrl-C until a fleet must have ended; `fleet up` itself gives up waiting after 180."""
 
 
 class FleetProcess:
@@ -89,7 +91,7 @@ engine = {{ {engine} }}
         """End the fleet by Ctrl-C; returns its exit status."""
         self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(self._ready_s)
+            return self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -255,7 +255,8 @@ async def main(arguments):
         checkpoint = Path(folder) / "tiny"
         initialize_random(checkpoint, named_size("tiny"), dtype=torch.float32)
         settings = {"num_engines": 3, "engine": {"num_pages": 2000, "max_requests": 64}}
-        with FleetProcess(Path(folder), checkpoint, name="chaos", **settings) as fleet:
+        keep = Path(arguments.keep) if arguments.keep else Path(folder)
+        with FleetProcess(keep, checkpoint, name="chaos", **settings) as fleet:
             bodies = requests_of(arguments.seed, arguments.tokens)
             timeout = aiohttp.ClientTimeout(total=120)
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -277,7 +278,11 @@ async def main(arguments):
                 load.may_start.set()
                 await running
                 counting.cancel()
+            began = time.monotonic()
+            status = fleet.stop()
+            print(f"ended {time.monotonic() - began:.1f} s after Ctrl-C with status {status}", flush=True)
             counts = report(load, kills, arguments.out)
+    assert status == 130, "the fleet did not end by itself after Ctrl-C"
     assert not counts["different"], "a whole answer differs from the undisturbed run"
     assert not [name for name in counts if name.startswith("unexplained")], "a stream ended without a typed error"
 
@@ -290,4 +295,5 @@ if __name__ == "__main__":
     parser.add_argument("--pause", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
+    parser.add_argument("--keep", help="folder in which the fleet's log and state stay")
     asyncio.run(main(parser.parse_args()))

@@ -16,6 +16,8 @@ from fleet.cluster.local_fleet import LocalFleet
 from fleet.cluster.test_replica_set import about, params, png
 from PIL import Image
 
+from saccade.engine.request import Request
+from saccade.engine.transport.wire import encode_request
 from saccade.errors import ConfigError
 from saccade.fleet.cluster import replica_connection
 from saccade.fleet.cluster.connections import Address, read_message, tls_context, write_message
@@ -180,3 +182,30 @@ def test_where_ray_has_tls_connections_have_it_too_and_others_are_refused(checkp
     monkeypatch.delenv("RAY_TLS_CA_CERT")
     with pytest.raises(ConfigError, match="RAY_TLS_CA_CERT"):
         tls_context(ssl.Purpose.SERVER_AUTH)
+
+
+def message_of(prompt, request_id):
+    """A request for this prompt, as a front sends it."""
+    spans = tuple(image.span for image in prompt.images)
+    request = Request(id=request_id, token_ids=prompt.token_ids, images=spans, sampling=params(max_tokens=4))
+    return encode_request(request, prompt)
+
+
+def test_a_front_that_dies_while_its_image_is_awaited_holds_the_replica_no_longer(fleet, server):
+    service = fleet.replicas.services["one"]
+    message = message_of(fleet.engine.preprocess(about(png("yellow"))).result(TIMEOUT_S), "dying/1")
+
+    async def ask_and_die():
+        held = asyncio.create_task(service.hold("dying"))
+        connection = await ReplicaConnection.open(server.address(), "dying")
+        connection.submit("dying/1", message)
+        async for one in connection.messages():
+            if unpack(one)[0] == "need":
+                break
+        assert "dying/1" in service._preparing
+        connection._writer.transport.abort()
+        async with asyncio.timeout(2.0):
+            await held
+        assert "dying/1" not in service._preparing
+
+    in_loop(fleet, ask_and_die())
