@@ -3,15 +3,17 @@
     python -m bench.fleet_canaries [--clients 60] [--hold 60] [--only slow errors]
 
 A fleet with one front runs a tiny model on this machine. Clients send short questions of 2000 users all the time, one
-after the other, 2 % of them about an image. The versions: `good` has the weights of the running one; `slow` has more
-layers, which add nothing to the result; `errors` overflows on images; `wrong` has other weights, so that it answers the
-probe otherwise.
+after the other, every fiftieth about an image. The versions: `good` has the weights of the running one; `slow` has
+more layers, which add nothing to the result, so many that its tokens take half as long again; `errors` overflows on
+images, so that 2 % of its requests fail; `wrong` has other weights, so that it answers the probe otherwise. A version
+that is not rolled back as it should be, or an answer 5xx of a good version, ends the benchmark with an error.
 """
 
 import argparse
 import asyncio
 import base64
 import io
+import itertools
 import json
 import random
 import subprocess
@@ -36,14 +38,15 @@ from saccade.model.initialize import initialize_random, named_size
 
 _QUESTION = "Throw six dice."
 _SCHEMA = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "minItems": 6, "maxItems": 6})
-_SLOW_LAYERS = 10
+_EVERY_IMAGE = 50
+"""Requests of a client of which one is about an image."""
 _VERSIONS = ("wrong", "slow", "errors", "good")
 
 
-def checkpoints(folder: Path) -> dict[str, Path]:
+def checkpoints(folder: Path, slow_layers: int) -> dict[str, Path]:
     """Folders of the running version and of those that follow."""
     size = named_size("tiny")
-    deep = replace(size, language=replace(size.language, num_layers=_SLOW_LAYERS))
+    deep = replace(size, language=replace(size.language, num_layers=slow_layers))
     made = {name: folder / name for name in ("running", *_VERSIONS)}
     for name, path in made.items():
         initialize_random(path, deep if name == "slow" else size, dtype=torch.float32, seed=int(name != "wrong"))
@@ -104,10 +107,11 @@ class Users:
 
     async def _user(self, session: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(number)
-        while True:
+        for index in itertools.count(number):
             await asyncio.sleep(rng.expovariate(1.0))
             began = time.perf_counter()
-            async with session.post(f"{self._url}/v1/chat/completions", json=_body(rng)) as response:
+            body = _body(rng, has_image=index % _EVERY_IMAGE == 0)
+            async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
                 answer = await response.json()
                 version = response.headers.get("saccade-version", "none")
                 self.endings[version][str(response.status)] += 1
@@ -117,9 +121,9 @@ class Users:
                     )
 
 
-def _body(rng: random.Random) -> dict[str, Any]:
+def _body(rng: random.Random, *, has_image: bool) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": f"Question {rng.random()}"}]
-    if rng.random() < 0.02:
+    if has_image:
         file = io.BytesIO()
         Image.new("RGB", (56, 56), tuple(rng.randrange(256) for _ in range(3))).save(file, "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -130,8 +134,8 @@ def _body(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def update(fleet: FleetProcess, name: str, folders: dict[str, Path], users: Users) -> dict[str, Any]:
-    """Update the fleet to a version, and wait until it has all users or none."""
+async def update(fleet: FleetProcess, name: str, folders: dict[str, Path], users: Users) -> None:
+    """Update the fleet to a version, wait until it has all users or none, and print what happened."""
     fleet.write(fleet.version("running", folders["running"], 0), fleet.version(name, folders[name]))
     command = [sys.executable, "-m", "saccade", "fleet", "update", str(fleet.file)]
     began = time.monotonic()
@@ -145,17 +149,20 @@ async def update(fleet: FleetProcess, name: str, folders: dict[str, Path], users
         "version": name, "exit": process.returncode, "seconds": round(time.monotonic() - began, 1), "last": last,
         "requests": dict(users.endings[name]), "tpot_p90_ms": {key: round(value, 2) for key, value in tpot.items()},
     }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    assert (process.returncode == 0) == (name == "good"), f"version {name} ended otherwise"
+    refused = [status for status in users.endings["good"] if status >= "500"]
+    assert not refused, f"a good version answered {refused}"
     fleet.write(fleet.version("running", folders["running"]))
     if name != "good":
         subprocess.run([sys.executable, "-m", "saccade", "fleet", "update", str(fleet.file)], check=True)
-    return result
 
 
 async def main(arguments: argparse.Namespace) -> None:
     """Update to each version in turn, under load."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        folders = checkpoints(folder)
+        folders = checkpoints(folder, arguments.slow_layers)
         model = model_toml(folders["running"], arguments.hold)
         fleet = FleetProcess(folder, folders["running"], num_engines=2, engine={"max_requests": 64}, model=model)
         fleet.write(fleet.version("running", folders["running"]))
@@ -164,7 +171,7 @@ async def main(arguments: argparse.Namespace) -> None:
             load = asyncio.create_task(users.run())
             await asyncio.sleep(10)
             for name in arguments.only or _VERSIONS:
-                print(json.dumps(await update(fleet, name, folders, users)), flush=True)
+                await update(fleet, name, folders, users)
             load.cancel()
             print(json.dumps({version: dict(endings) for version, endings in users.endings.items()}))
 
@@ -174,4 +181,5 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--hold", type=float, default=60, help="seconds of a step of the ramp")
     parser.add_argument("--only", nargs="*", choices=_VERSIONS)
+    parser.add_argument("--slow-layers", type=int, default=14, help="layers of `slow`; the running version has 2")
     asyncio.run(main(parser.parse_args()))
