@@ -7,6 +7,7 @@ The run is short, so it trains and asks for colours only: nearly all are right, 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from saccade.config import load_config
@@ -26,6 +27,7 @@ def write_colours(folder, numbers):
                 writer.write(sample)
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_name_colours_from_pictures(tmp_path):
     initialize_random(tmp_path / "checkpoint", named_size("tiny"), dtype=torch.float32)
     write_colours(tmp_path / "toy", range(1200))

@@ -36,7 +36,10 @@ from saccade.processor import MediaLimits, Processor
 from saccade.processor.parts import feature_spans
 
 TIMEOUT_S = 120
-FAMILIES = ["tiny", "qwen2_vl/tiny", "qwen3_vl/tiny", "llava_next/tiny", "llava_onevision/tiny"]
+FAMILIES = [
+    "tiny", pytest.param("qwen2_vl/tiny", marks=pytest.mark.slow), "qwen3_vl/tiny", "llava_next/tiny",
+    pytest.param("llava_onevision/tiny", marks=pytest.mark.slow),
+]  # fmt: skip
 CONVERSATIONS = [
     ask("what?", encoded(noise(90, 60))),
     ask("these", encoded(noise(64, 64, 1)), encoded(noise(40, 80, 2)), turned(noise(96, 32, 3), 6)),

@@ -98,8 +98,13 @@ def test_sharded_averages_are_those_of_a_single_device(run_root):
         assert validations(run_root / "fsdp")[step] == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("reshard", ["true", "false"])
-@pytest.mark.parametrize("is_custom", [False, True])
+@pytest.mark.parametrize(
+    ("is_custom", "reshard"),
+    [
+        (False, "false"), (True, "true"), pytest.param(False, "true", marks=pytest.mark.slow),
+        pytest.param(True, "false", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_validating_the_average_of_a_sharded_run_does_not_change_its_training(run_root, reshard, is_custom):
     """Parameters that a forward pass without backward has gathered are gathered again for the next step."""
     name = f"resharded-{reshard}-{is_custom}"
