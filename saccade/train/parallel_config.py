@@ -40,9 +40,13 @@ class ParallelConfig:
     """fsdp: reduce-scatter gradients after every micro-batch; false reduces once per step, unsharded until then."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """fsdp: dtype of the gradient reduction; bf16 halves the traffic."""
-    compress_gradients: Literal["none", "bf16", "int8"] = "none"
-    """Gradient communication in bf16 (ddp, fsdp) or int8 (fsdp). fsdp sums in fp32 and adds what rounding lost to the
-    next step: 2 bytes per trained parameter and rank, not saved."""
+    compress_gradients: Literal["none", "bf16", "int8", "powersgd"] = "none"
+    """Gradient communication in bf16 (ddp, fsdp), int8 (fsdp) or low rank (powersgd, ddp). fsdp
+    sums in fp32 and adds what rounding lost to the next step: 2 bytes per trained parameter and rank, not saved."""
+    powersgd_rank: int = 4
+    """powersgd: rank of the approximation; lower means less traffic and more error."""
+    powersgd_start_step: int = 1000
+    """powersgd: number of uncompressed steps before it is enabled."""
     recompute_vision: Recompute = "none"
     """Activation checkpointing of the vision tower: of each block's MLP (selective) or of whole blocks (full)."""
     recompute_language: Recompute = "none"
@@ -55,13 +59,19 @@ class ParallelConfig:
     RENAMED: ClassVar[dict[str, str]] = {
         "shard_size": "shard",
         "reduce_each_row": "reduce_each_micro_batch",
+        "powersgd_start": "powersgd_start_step",
     }
     """Former keys, with what replaced each."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "pipeline_chunks")
+        check_positive(self, "powersgd_rank", "powersgd_start_step", "pipeline_chunks")
         self._check_sizes()
         self._check_compression()
+        if self.compress_gradients == "powersgd" and self.powersgd_start_step < 2:
+            raise ConfigError(
+                f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. "
+                "Give 2 or more"
+            )
         if self.offload and (self.is_ddp or self.strategy == "none"):
             raise ConfigError(
                 f"offload requires fsdp or hsdp, not strategy = {'ddp' if self.is_ddp else 'none'!r}; "
@@ -76,9 +86,11 @@ class ParallelConfig:
     def _check_compression(self) -> None:
         """Refuse a form of gradient communication that the strategy does not have."""
         kind = self.compress_gradients
+        if kind == "powersgd" and not self.is_ddp:
+            raise ConfigError("compress_gradients = 'powersgd' requires strategy = 'ddp'; with fsdp, use 'int8'")
         if kind == "int8" and self.is_ddp:
-            raise ConfigError("compress_gradients = 'int8' requires fsdp. With ddp, use 'bf16'")
-        if kind != "none" and not self.is_ddp and self.reduce_dtype != "fp32":
+            raise ConfigError("compress_gradients = 'int8' requires fsdp. With ddp, use 'bf16' or 'powersgd'")
+        if kind in ("bf16", "int8") and not self.is_ddp and self.reduce_dtype != "fp32":
             raise ConfigError(
                 f"compress_gradients = {kind!r} rounds fp32 gradients, but reduce_dtype is {self.reduce_dtype}. "
                 "Remove one of them"
@@ -87,7 +99,7 @@ class ParallelConfig:
     @property
     def rounding_of_shards(self) -> Literal["bf16", "int8"] | None:
         """The format of gradients that FSDP sends; None: that of `reduce_dtype`."""
-        return None if self.compress_gradients == "none" else self.compress_gradients
+        return self.compress_gradients if self.compress_gradients in ("bf16", "int8") else None
 
     def _check_sizes(self) -> None:
         """Refuse what is not built, and a strategy that contradicts the sizes."""

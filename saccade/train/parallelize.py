@@ -47,6 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -96,6 +97,8 @@ class ParallelModel:
     """The module to call: `module` itself, or DDP around it."""
     strategy: Strategy
     """Strategy by which the model is parallelized."""
+    compression: PowerSGDState | None = None
+    """Error feedback of PowerSGD."""
     reduce_scatters: Sequence[CompressedReduceScatter] = ()
     """Compressed reduce-scatters of FSDP units, with their error feedback."""
     tensor: TensorShards | None = None
@@ -139,6 +142,9 @@ class ParallelModel:
         """Clear the error feedback of compressed gradients, which may contain NaN after a bad step."""
         for one in self.reduce_scatters:
             one.residual = None
+        if self.compression is not None:
+            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(self.compression, memory).clear()
 
 
 def parallelize(
@@ -389,10 +395,16 @@ def _prefetch(blocks: Sequence[Any]) -> None:
 
 
 def _data_parallel(module: ModelWithLoss, config: ParallelConfig, world: World) -> ParallelModel:
-    """DDP, optionally with gradients sent in bf16."""
+    """DDP, optionally with a bf16 or PowerSGD communication hook."""
     if config.compress_gradients != "none" and world.device.type != "cuda":
         raise ConfigError(f"compress_gradients = {config.compress_gradients!r} needs GPUs and NCCL. Remove it")
     wrapped = DistributedDataParallel(module, process_group=world.mesh(LOSS).get_group(), gradient_as_bucket_view=True)
     if config.compress_gradients == "bf16":
         wrapped.register_comm_hook(None, bf16_compress_hook)
-    return ParallelModel(module, wrapped, "ddp")
+    if config.compress_gradients != "powersgd":
+        return ParallelModel(module, wrapped, "ddp")
+    state = PowerSGDState(
+        None, matrix_approximation_rank=config.powersgd_rank, start_powerSGD_iter=config.powersgd_start_step
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return ParallelModel(module, wrapped, "ddp", state)

@@ -31,6 +31,7 @@ def test_compressed_gradients_are_fed_back_and_train_like_fp32(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"compress_gradients": "powersgd"}, "requires strategy = 'ddp'; with fsdp, use 'int8'"),
         ({"compress_gradients": "int8", "strategy": "ddp"}, "requires fsdp"),
         ({"compress_gradients": "int8", "reduce_dtype": "bf16"}, "rounds fp32 gradients"),
         ({"compress_gradients": "bf16", "strategy": "hsdp", "shard": 4}, "Remove it, or set replicate = 1"),

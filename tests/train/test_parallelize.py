@@ -265,8 +265,9 @@ def test_parameters_with_a_learning_rate_of_0_are_frozen(checkpoint, tmp_path):
         (["stages.0.optimizer.lr=0"], "nothing would be trained"),
         (["parallel.shard_size=2"], "parallel.shard_size is now called shard"),
         (["parallel.strategy=hsdp"], "'hsdp' requires shard"),
+        (["parallel.compress_gradients=powersgd"], "requires strategy = 'ddp'"),
         (["parallel.strategy=ddp", "parallel.offload=true"], "offload requires fsdp"),
-        (["parallel.strategy=ddp", "parallel.compress_gradients=bf16"], "needs GPUs and NCCL"),
+        (["parallel.strategy=ddp", "parallel.compress_gradients=powersgd"], "needs GPUs and NCCL"),
     ],
 )
 def test_unsupported_settings_are_refused(checkpoint, tmp_path, overrides, words):

@@ -25,7 +25,10 @@ def test_the_reference_page_of_recipe_keys_is_current():
     assert page.read_text() == describe_keys(TrainConfig), "run: saccade train --keys > docs/recipe.md"
 
 
-OLD_KEYS = {"parallel.reduce_each_row=true": "reduce_each_micro_batch", "parallel.shard_size=2": "shard"}
+OLD_KEYS = {
+    "parallel.reduce_each_row=true": "reduce_each_micro_batch",
+    "parallel.powersgd_start=10": "powersgd_start_step",
+}
 
 
 @pytest.mark.parametrize(("override", "new"), OLD_KEYS.items())
