@@ -80,7 +80,7 @@ class Crowd:
         some = random.permutation(len(home))[:2000]
         is_other = photo[some][:, None] != photo  # parts of one photo are more alike than two photos
         shared = [(home[some][:, None] == home) & is_other]
-        shared += [(nearest[some, view, rank][:, None] == home) & is_other for view in (0, 4, 8) for rank in range(4)]
+        shared += [(nearest[some, view, rank][:, None] == home) & is_other for view in (0, 6, 12) for rank in range(4)]
         counts = [each.sum() / is_other.sum() for each in shared]
         excess = [float(share) * len(clusters) for share in (counts[0], np.mean(counts[1:]))]
         print(

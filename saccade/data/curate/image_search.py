@@ -4,8 +4,8 @@
     cluster    ->  products of the probing vectors with those at home  ->  pairs above `MIN_SIMILARITY`
 
 A vector is 63 low DCT coefficients, fine ones weighted up, and two of brightness, which compare images that are flat.
-The views are the whole image, parts of it as a crop may leave them, and two of its mirror image: of two copies, a view
-of one is close to the whole of the other. An image is at home in one cluster and looks for copies in those nearest to
+The views are the whole image, parts of it as a crop may leave them, and most of these of its mirror image: of two
+copies, a view of one is close to the whole of the other. An image is at home in one cluster and looks for copies in those nearest to
 each of its views, so a pair is found from either side. With the number of images grows the number of clusters, not
 their size: a larger set fills clusters with images that are no copies, and costs no recall until these are closer than
 the copy is.
@@ -30,7 +30,7 @@ Vectors = NDArray[np.int8]
 Floats = NDArray[np.float32]
 
 DIMS = 65
-NUM_VIEWS = 9
+NUM_VIEWS = 13
 CLUSTER_SIZE = 8192
 """Images at home in a cluster, on average."""
 MAX_AT_HOME = 16_384
@@ -41,7 +41,7 @@ MAX_CANDIDATES = 8
 """Images that are verified for each one: the most similar of the better ones."""
 NUM_PROBES = 4
 """Clusters that each view is looked for in."""
-_COARSE_PROBES = 6
+_COARSE_PROBES = 8
 _SCALE = 127
 _FLAT = 100.0
 """Length of the weighted coefficients of an image with little structure."""
@@ -55,7 +55,7 @@ _PART = 2**10  # vectors that are assigned to clusters at a time
 
 
 def view_vectors(thumbnails: NDArray[np.uint8]) -> Vectors:
-    """[n, 9, 65] vectors of the views of [n, 1152] thumbnails; the first is the whole image."""
+    """[n, 13, 65] vectors of the views of [n, 1152] thumbnails; the first is the whole image."""
     luma, _ = split_thumbnails(thumbnails)
     found = [_vectors(luma, rows, columns) for rows, columns in _views()]
     mirrored = luma[:, :, ::-1]
