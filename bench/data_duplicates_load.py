@@ -43,6 +43,7 @@ from saccade.data.curate.thumbnails import SIDE, small_picture, thumbnails
 Floats = NDArray[np.float32]
 _HELD_OUT = 0.1
 _PART = 8192
+_MAX_OFFSETS = 2**17  # more views than these are simulated by counting each several times
 
 
 def parts_of(photos: list[bytes], num_each: int, random: np.random.Generator) -> NDArray[np.uint8]:
@@ -60,12 +61,27 @@ def parts_of(photos: list[bytes], num_each: int, random: np.random.Generator) ->
     return np.stack(pictures)
 
 
+class Offsets:
+    """Vectors of foreign images around the centre of a cluster."""
+
+    def __init__(self, offsets: Floats, num: int) -> None:
+        self.offsets, self.weight = offsets, num / len(offsets)
+        self._squares = (offsets * offsets).sum(1)
+
+    def num_closer(self, centre: Floats, vectors: Floats, similarity: float) -> float:
+        """How many are more similar to one of these vectors."""
+        products = self.offsets @ np.column_stack([centre, vectors.T])
+        lengths = np.sqrt(np.maximum(self._squares + 2 * products[:, 0] + centre @ centre, 1))
+        similarities = (products[:, 1:] + centre @ vectors.T) * (127 / lengths[:, None])
+        return float((similarities > similarity).any(1).sum() * self.weight)
+
+
 @dataclass(frozen=True)
 class Crowd:
-    """The foreign images of a cluster, as offsets from its centre."""
+    """The foreign images of a cluster."""
 
-    at_home: Floats
-    looking: Floats
+    at_home: Offsets
+    looking: Offsets
 
     @staticmethod
     def measure(
@@ -88,34 +104,23 @@ class Crowd:
             f"home, and {excess[1]:.1f} times of views that look into them"
         )
         centres = clusters.fine.astype(np.float32)
-        whole = vectors[:, 0] - centres[home]
-        views = (vectors[:, :, None] - centres[nearest]).reshape(-1, centres.shape[1])
-        num_home, num_looking = (
-            round(CLUSTER_SIZE * times) for times in (excess[0], excess[1] * NUM_VIEWS * NUM_PROBES)
-        )
-        return Crowd(
-            whole[random.integers(0, len(whole), num_home)], views[random.integers(0, len(views), num_looking)]
-        )
+        whole = (vectors[:, 0] - centres[home])[random.integers(0, len(home), _MAX_OFFSETS)]
+        number, view, rank = (random.integers(0, size, _MAX_OFFSETS) for size in nearest.shape)
+        views = vectors[number, view] - centres[nearest[number, view, rank]]
+        num_home, num_looking = (CLUSTER_SIZE * times for times in (excess[0], excess[1] * NUM_VIEWS * NUM_PROBES))
+        return Crowd(Offsets(whole[: round(num_home)], round(num_home)), Offsets(views, round(num_looking)))
 
-    def num_closer(self, clusters: Clusters, rows: NDArray[np.void], similarity: float) -> int:
+    def num_closer(self, clusters: Clusters, rows: NDArray[np.void], similarity: float) -> float:
         """Foreign images that are more similar to an image (its rows in all clusters) than its copy is."""
-        centres = clusters.fine
-        closer = 0
+        closer = 0.0
         for cluster in np.unique(rows["cluster"]):
-            here, centre = rows[rows["cluster"] == cluster], centres[cluster].astype(np.float32)
+            here, centre = rows[rows["cluster"] == cluster], clusters.fine[cluster].astype(np.float32)
             views = here[~here["at_home"]]["vector"].astype(np.float32)
-            closer += int((_similarities(self.at_home, centre, views) > similarity).any(1).sum())
+            closer += self.at_home.num_closer(centre, np.unique(views, axis=0), similarity)
             if here["at_home"].any():
                 whole = here[here["at_home"]]["vector"].astype(np.float32)
-                closer += int((_similarities(self.looking, centre, whole) > similarity).any(1).sum())
+                closer += self.looking.num_closer(centre, whole, similarity)
         return closer
-
-
-def _similarities(offsets: Floats, centre: Floats, views: Floats) -> Floats:
-    """[offsets, views] products of vectors at these offsets from a centre, at the length of vectors."""
-    lengths = np.sqrt(np.maximum((offsets * offsets).sum(1) + 2 * offsets @ centre + centre @ centre, 1))
-    products: Floats = (offsets @ views.T + centre @ views.T) * (127 / lengths[:, None])
-    return products
 
 
 def recall(
@@ -143,11 +148,14 @@ def measure_rate(clusters: Clusters, pictures: NDArray[np.uint8], crowd: Crowd) 
     seen(clusters, pictures, ids, ids)
     rows_s = (time.perf_counter() - begin) / len(pictures)
     centre = clusters.fine[0].astype(np.float32)
-    home, looking = (_full_cluster(offsets, centre) for offsets in (crowd.at_home, crowd.looking[:_PART]))
+    home, looking = (
+        _full_cluster(offsets, centre) for offsets in (crowd.at_home.offsets[:_PART], crowd.looking.offsets[:_PART])
+    )
     looking["at_home"] = False
     begin = time.perf_counter()
     pairs = likely_pairs(best_at_home(home), looking)
-    pairs_s = (time.perf_counter() - begin) / len(looking) * NUM_VIEWS * NUM_PROBES
+    fullness = len(crowd.at_home.offsets) * crowd.at_home.weight / len(home)
+    pairs_s = (time.perf_counter() - begin) / len(looking) * NUM_VIEWS * NUM_PROBES * fullness
     one = np.arange(2000) % len(pictures)
     begin = time.perf_counter()
     same_picture(pictures[one], pictures[one[::-1]], COPY)

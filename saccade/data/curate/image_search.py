@@ -5,10 +5,10 @@
 
 A vector is 63 low DCT coefficients, fine ones weighted up, and two of brightness, which compare images that are flat.
 The views are the whole image, parts of it as a crop may leave them, and most of these of its mirror image: of two
-copies, a view of one is close to the whole of the other. An image is at home in one cluster and looks for copies in those nearest to
-each of its views, so a pair is found from either side. With the number of images grows the number of clusters, not
-their size: a larger set fills clusters with images that are no copies, and costs no recall until these are closer than
-the copy is.
+copies, a view of one is close to the whole of the other. An image is at home in one cluster and looks for copies in
+those nearest to each of its views, so a pair is found from either side. With the number of images grows the number of
+clusters, not their size: a larger set has more images that are no copies, and costs no recall until these are closer
+than the copy is.
 
 Vectors are integers and their products exact, so which pairs are found does not depend on how the work is divided.
 `image_match.py` decides on the pairs.
