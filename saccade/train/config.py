@@ -118,7 +118,12 @@ def _check_lora_follows(before: StageConfig, stage: StageConfig) -> None:
 
 def changed_keys(before: TrainConfig, after: TrainConfig) -> list[str]:
     """Dotted names of the settings that differ, with old and new value."""
-    old, new = _flat(encode(before)), _flat(encode(after))
+    return changed_values(encode(before), encode(after))
+
+
+def changed_values(before: object, after: object) -> list[str]:
+    """`changed_keys` of encoded settings."""
+    old, new = _flat(before), _flat(after)
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
 
 

@@ -10,8 +10,10 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -110,6 +112,7 @@ class Watchdog:
         self._folder, self._timeout_s, self._rank, self._on_hang = folder, timeout_s, rank, on_hang
         self._fed_at = time.monotonic()
         self._is_paused = False
+        self._watched = threading.get_ident()
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="saccade watchdog", daemon=True)
 
@@ -129,6 +132,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self.feed()
+        self._watched = threading.get_ident()
         if math.isfinite(self._timeout_s):
             self._thread.start()
         return self
@@ -145,8 +149,9 @@ class Watchdog:
             if not self._is_paused and time.monotonic() - self._fed_at > self._timeout_s:
                 file = dump_stacks(self._folder, self._rank)
                 logger.error(
-                    "no step for %.0f s: exiting so that torchrun can restart. Stacks: %s", self._timeout_s, file
-                )
+                    "rank %d: no step for %.0f s: exiting so that torchrun can restart. It is %s. Stacks: %s",
+                    self._rank, self._timeout_s, where(self._watched), file,
+                )  # fmt: skip
                 self._on_hang()
                 return
 
@@ -161,6 +166,28 @@ def dump_stacks(folder: Path, rank: int) -> Path:
     if record is not None:
         (folder / f"collectives-rank{rank}.json").write_text(record, encoding="utf-8")
     return file
+
+
+def where(thread: int) -> str:
+    """Where a thread is, for people: in which collective of torch, if in one, and in which line of ours.
+
+    The rank that is in none is the one that the others wait for. On a GPU ranks wait for the device, and the collective
+    is the oldest that has not ended in NCCL's flight record.
+    """
+    frames = traceback.extract_stack(sys._current_frames()[thread])
+    ours = [frame for frame in frames if "/torch/" not in frame.filename and Path(frame.filename) != Path(__file__)]
+    line = f"{ours[-1].name} ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else "no Python code"
+    if collectives := [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]:
+        return f"in the collective {collectives[-1]}, in {line}"
+    if (pending := _pending_collective(_flight_record())) is not None:
+        return f"in {line}, with the collective {pending} pending"
+    return f"in {line}, in no collective"
+
+
+def _pending_collective(record: str | None) -> str | None:
+    """The oldest collective of a flight record that runs on the device; with gloo none does."""
+    entries = json.loads(record).get("entries", []) if record else []
+    return next((str(one.get("profiling_name")) for one in entries if one.get("state") == "started"), None)
 
 
 def _flight_record() -> str | None:

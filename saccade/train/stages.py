@@ -33,6 +33,7 @@ from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.position import Position
 from saccade.train.process import catch_stop_signals, lock_folder
+from saccade.train.rank_agreement import check_ranks_agree
 from saccade.train.report import write_report
 from saccade.train.resume import first_stage, load_state, start_of_stage
 from saccade.train.saved_state import SavedState, newest_state
@@ -66,6 +67,7 @@ def train_in(
         raise ConfigError(
             "evaluation.tasks are evaluated by the command saccade train. Use it, or pass on_export to train()"
         )
+    check_ranks_agree(config, opened)
     with (
         opened.arranged(config.parallel.dims(opened.dims.size)) as world,
         catch_stop_signals() as stop_requested,
@@ -200,11 +202,10 @@ def _run_stage(
     )
     guard = Guard(config.guard)
     position = load_state(saved, number, stage, state, guard, world, config.seed)
-    strategy = (
-        "single device"
-        if parallel.strategy == "none"
-        else f"{parallel.strategy} on {world.dims.size} ranks ({world.dims})"
-    )
+    ranks = f"{world.dims.size} ranks ({world.dims})"
+    strategy = ranks if parallel.strategy == "none" else f"{parallel.strategy} on {ranks}"
+    if world.dims.size == 1 and parallel.strategy == "none":
+        strategy = "single device"
     logger.info('stage "%s": step %d, %s\n%s', stage.name, position.step, strategy, trainable_table(parallel.whole))
     context = context_group(world)
     with _open_data(config, stage, position, world, context) as stream:

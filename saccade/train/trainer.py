@@ -31,6 +31,7 @@ from saccade.train.process import Watchdog, manual_gc
 from saccade.train.profiling import StepProfiler
 from saccade.train.saved_state import state_before
 from saccade.train.saver import Saver
+from saccade.train.slow_ranks import SlowRanks
 from saccade.train.stage_config import StageConfig
 from saccade.train.step_metrics import NORMALIZER, StepMetrics, local_step_counters
 from saccade.train.trackers import JsonLines
@@ -76,6 +77,7 @@ class Trainer:
         self._profiler = StepProfiler(config.log, config.run / "trace", world)
         self._skipped_steps_file = config.run / "skipped_steps.jsonl"
         self._skipped_steps = JsonLines(self._skipped_steps_file, position.step) if world.is_main else None
+        self._slow_ranks = SlowRanks(world)
         self._data_wait_s = 0.0
         self._first_stage_step = position.stage_step
         self._lr_factor = 0.0
@@ -279,6 +281,9 @@ class Trainer:
         )
         lrs = {group.name: group.lr * self._lr_factor for group in self._state.optimizer.groups}
         self._metrics_log.add(step, lrs, self._batches.remote_reads)
+        self._slow_ranks.add(step.seconds, step.data_wait_s)
+        if step.number % self._config.log.every == 0:
+            self._slow_ranks.report()
 
     def _start_metrics_log(self, metrics: StepMetrics) -> None:
         """At the first step, tell the log the length of the stage; an estimate if it is given in epochs."""

@@ -1,8 +1,9 @@
 """A process that runs training jobs in sequence, alone or as a rank of several.
 
-A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step
-if the recipe says so), `ending` (what is expected). Or one of these: `world` and `threads` (a file to write what is
-found to), `crash` (a rank), `call` (a function).
+A job: `recipe` (a TOML file), `set` (overrides), `set_of_rank` (overrides of one rank), `before` (a function below to
+call first), `validate` (the name of one of the functions below, called every step if the recipe says so), `ending`
+(what is expected). Or one of these: `world` and `threads` (a file to write what is found to), `crash` (a rank), `call`
+(a function).
 """
 
 import contextlib
@@ -23,8 +24,10 @@ from pathlib import Path
 import torch
 import torch._dynamo  # a run imports it, 0.6 s in every rank: here once, in the fork server
 from PIL import Image
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from saccade.config import load_config
+from saccade.data.loader import Stream
 from saccade.errors import UserError
 from saccade.train.config import TrainConfig
 from saccade.train.stages import train_in
@@ -63,6 +66,44 @@ def die_while_saving(model, step):
 def die_in_the_last_validation(model, step):
     if step == 13:
         os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def is_rank_1_in_attempt(number):
+    return os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == str(number)
+
+
+def kill_rank_1_in_a_save(model, step):
+    """In the first attempt the files of rank 1 for the state of step 10 never reach the disk."""
+    if step == 9 and is_rank_1_in_attempt(0):
+        FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def die_in_a_load():
+    """In the second attempt rank 1 is killed while it reads the state to resume from."""
+    if is_rank_1_in_attempt(1):
+        FileSystemReader.read_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_on_rank_1(model, step):
+    """It exits last, so that the other rank reports too."""
+    if step == 2 and os.environ["RANK"] == "1":
+        logging.shutdown = lambda: time.sleep(5)
+        model.register_forward_pre_hook(lambda *_: hang_in_forward())
+    return {}
+
+
+def late_data_on_rank_1(model, step):
+    """From step 1 on, every batch of rank 1 arrives late."""
+    if step == 1 and os.environ["RANK"] == "1":
+        original = Stream.__next__
+
+        def late(stream):
+            time.sleep(0.2)
+            return original(stream)
+
+        Stream.__next__ = late
     return {}
 
 
@@ -195,7 +236,10 @@ def do(world, job):
             return
     CURRENT.clear()
     CURRENT.update(job)
-    config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
+    of_rank = job.get("set_of_rank", {}).get(str(world.rank), [])
+    config = load_config(TrainConfig, Path(job["recipe"]), [*job.get("set", []), *of_rank])
+    if "before" in job:
+        globals()[job["before"]]()
     try:
         ending = train_in(world, config, validate=globals()[job.get("validate", "no_validation")]).value
     except UserError as error:

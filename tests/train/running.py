@@ -148,7 +148,7 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
     return process
 
 
-def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int) -> str:
+def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int, max_restarts: int = 1) -> str:
     """Run the jobs under the agent of `torchrun --max-restarts=1`, with ranks of the fork server; return their log."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -158,7 +158,7 @@ def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int) -> str:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=folder.name,
         rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        max_restarts=1, monitor_interval=0.1, start_method="forkserver",
+        max_restarts=max_restarts, monitor_interval=0.1, start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )  # fmt: skip
     fork_server()

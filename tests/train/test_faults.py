@@ -68,6 +68,34 @@ def test_a_killed_rank_is_restarted_and_nothing_is_lost(recipe, tmp_path, whole)
 
 
 @pytest.mark.slow
+def test_ranks_killed_in_a_save_and_in_a_load_on_another_layout_lose_nothing(recipe, tmp_path, parts, whole):
+    """The first attempt dies in a save of two shards, the second in a load of their other run by two tensor ranks."""
+    moved = write_recipe(tmp_path / "moved.toml", run=tmp_path / "moved", checkpoint=parts[0], shards=parts[1])
+    train(read_recipe(moved, *SETTINGS, "stages.0.steps=7"), device="cpu")
+    jobs = [
+        {"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_in_a_save"},
+        {"recipe": str(moved), "set": [*SETTINGS, "parallel.tensor=2"], "before": "die_in_a_load"},
+    ]
+    log = run_with_restarts(jobs, tmp_path, num_ranks=2, max_restarts=2)
+    assert 'stage "learn": step 5, fsdp on 2 ranks' in log
+    assert 'stage "learn": step 7, 2 ranks (tensor 2)' in log
+    for run in ("run", "moved"):
+        assert losses(tmp_path / run) == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_rank_that_hangs_is_the_one_in_no_collective(recipe, tmp_path):
+    job = {"recipe": str(recipe), "set": [*SETTINGS, "guard.hang_timeout_s=4"], "validate": "hang_on_rank_1"}
+    with pytest.raises(AssertionError):
+        run_together([job], tmp_path, num_ranks=2)
+    logs = [(tmp_path / f"jobs-{rank}.log").read_text() for rank in range(2)]
+    report = "rank {}: no step for 4 s: exiting so that torchrun can restart. It is in "
+    assert report.format(0) + "the collective all_" in logs[0]
+    assert report.format(1) + "hang_in_forward (ranks.py:" in logs[1]
+    assert ", in no collective. Stacks: " in logs[1]
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_by_the_command_torchrun(recipe, tmp_path, whole):
     (tmp_path / "jobs.json").write_text(
         json.dumps([{"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_once"}])
@@ -143,13 +171,16 @@ def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_
 def test_sigterm_at_the_end_of_a_stage_starts_no_next_stage_and_a_locked_folder_is_refused_on_all_ranks(
     tmp_path, parts
 ):
-    """SIGTERM to one of two ranks: in the last step of the first stage, and in the validation that closes it."""
+    """SIGTERM to one of two ranks: in the last step of the first stage, and in the validation that closes it.
+
+    In the same launch: a rank with another recipe is refused, and one whose data is late is named.
+    """
     text = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
     recipes = {
         name: write_recipe(
             tmp_path / f"{name}.toml", run=tmp_path / name, checkpoint=parts[0], shards=parts[1], text=text
         )
-        for name in ("last-step", "closing-validation", "in-use")
+        for name in ("last-step", "closing-validation", "in-use", "unlike", "late")
     }
     settings = ["validation.every=1", "stages.more.steps=3"]
     in_last_step = {"recipe": str(recipes["last-step"]), "set": [*settings, "stages.learn.steps=8"]}
@@ -160,9 +191,14 @@ def test_sigterm_at_the_end_of_a_stage_starts_no_next_stage_and_a_locked_folder_
         in_last_step | stopped | {"validate": "terminate_rank_1_in_forward"},
         in_validation | stopped,
         {"recipe": str(recipes["in-use"]), "ending": refused},
+        {"recipe": str(recipes["unlike"]), "set_of_rank": {"1": ["seed=4"]}, "ending": "ConfigError: rank 1 on host "},
+        {"recipe": str(recipes["late"]), "set": [*settings, "stages.more.steps=6"], "validate": "late_data_on_rank_1"},
     ]
     with lock_folder(tmp_path / "in-use"):
         run_together(jobs, tmp_path, num_ranks=2)
+    for rank in range(2):
+        log = (tmp_path / f"jobs-{rank}.log").read_text()
+        assert ("rank 1 on host " in log and " holds up the others: it waits for data " in log) == (rank == 0)
     assert len(losses(tmp_path / "last-step")) == 8
     assert [state.step for state in states(tmp_path / "last-step/state")] == [8]
     assert len(losses(tmp_path / "closing-validation")) == 7
@@ -205,7 +241,9 @@ def test_a_hung_process_dumps_its_stacks_and_exits(recipe, tmp_path):
     stacks = (tmp_path / "run/hang/stacks-rank0.txt").read_text()
     assert "in hang_in_forward" in stacks
     assert "in _accumulate" in stacks
-    assert "no step for 4 s: exiting so that torchrun can restart" in output
+    assert (
+        "rank 0: no step for 4 s: exiting so that torchrun can restart. It is in hang_in_forward (ranks.py:" in output
+    )
 
 
 def test_a_long_validation_is_not_a_hang(recipe, tmp_path):
