@@ -12,7 +12,7 @@ from saccade.parallel_dims import ParallelDims
 from saccade.train.recorded_step import Attention, record_step
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_layer_that_is_repeated_has_the_operations_of_all_layers(recompute):
     dims, chosen = ParallelDims(shard=2, tensor=2), settings(recompute_language=recompute)
     whole, repeated = (record_step(chosen, dims, SHAPE, is_whole=is_whole) for is_whole in (True, False))
@@ -25,7 +25,13 @@ def test_a_layer_that_is_repeated_has_the_operations_of_all_layers(recompute):
     assert sum(isinstance(one, Attention) for one in of_layers(whole)) == 9 * (2 if recompute == "none" else 3)
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(shard=128, tensor=8), ParallelDims(replicate=16, shard=8, tensor=8)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param(ParallelDims(shard=128, tensor=8), marks=pytest.mark.slow),
+        ParallelDims(replicate=16, shard=8, tensor=8),
+    ],
+)
 def test_1024_ranks_have_the_collectives_of_the_formula(dims):
     config = replace(
         CONFIG, language=replace(CONFIG.language, num_layers=36), vision=replace(CONFIG.vision, num_layers=2)
