@@ -54,7 +54,7 @@ def deep(size):
 def test_runs_with_pipeline_ranks_equal_one_device_and_resume_on_other_layouts(tmp_path):
     """Stages with tower, embedding and a tied head; features for several layers; sequences of all sizes.
 
-    A run that begins on one device goes on with pipelines of three layouts and ends on one device.
+    A run that begins on one device continues with pipelines of two layouts and ends on one device.
     """
     checkpoint, shards = tmp_path / "checkpoint", write_shards(tmp_path / "toy", text_every=2)
     initialize_random(checkpoint, deep("tiny"), dtype=torch.float32)
@@ -73,10 +73,10 @@ def test_runs_with_pipeline_ranks_equal_one_device_and_resume_on_other_layouts(t
     ]
     for name, steps in (("one", 6), ("many", 2)):
         train(read_recipe(recipes[name], *settings, f"stages.0.steps={steps}"), device="cpu")
-    layouts = ["pipeline 4 interleaved", "pipeline 2 x tensor 2", "pipeline 2 x shard 2"]
+    layouts = ["pipeline 4 interleaved", "pipeline 2 x tensor 2"]
     jobs = [
         {"recipe": str(recipes["many"]), "set": [*settings, f"stages.0.steps={steps}", *LAYOUTS[layout]]}
-        for steps, layout in zip((3, 4, 5), layouts, strict=True)
+        for steps, layout in zip((3, 5), layouts, strict=True)
     ]
     run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, make=deep, also=jobs)
     train(read_recipe(recipes["many"], *settings, "stages.0.steps=6"), device="cpu")
