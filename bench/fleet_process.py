@@ -75,8 +75,9 @@ engine = {{ {engine} }}
             command = [sys.executable, "-m", "saccade", "fleet", "up", str(self.file)]
             environment = os.environ | {"RAY_TMPDIR": self._temporary.name}
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
-            )
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0,
+                preexec_fn=_take_ctrl_c,
+            )  # fmt: skip
         try:
             self.wait_until_ready()
         except BaseException:
@@ -122,6 +123,11 @@ engine = {{ {engine} }}
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             page = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}\{{.*\}} (\S+)$", page, re.MULTILINE))
+
+
+def _take_ctrl_c() -> None:
+    """A shell starts background jobs with SIGINT ignored, and their processes inherit that: `stop` would not end it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _free_port() -> int:

@@ -737,6 +737,7 @@ def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_reci
     assert_refused(ended, "nowhere: no such folder")
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_before_its_published_checkpoint_is_downloaded(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Path(__file__).parents[1] / "recipes" / "qwen2.5-vl-3b-lora.toml"

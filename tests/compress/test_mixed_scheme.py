@@ -38,6 +38,7 @@ def uniform_trials(picker):
     return {scheme.name: trial for scheme, trial in picker.trials.items() if scheme.name in BUILT_IN}
 
 
+@pytest.mark.slow
 def test_what_is_picked_is_no_larger_than_any_uniform_scheme_of_its_size_and_no_further_from_the_original(picker):
     uniform = uniform_trials(picker)
     assert uniform.keys() == BUILT_IN.keys()

@@ -48,6 +48,7 @@ def test_a_size_that_no_map_reaches_is_refused_with_the_smallest():
         choose_within_size(make_sensitivity(random.Random(0), 4), 0.1)
 
 
+@pytest.mark.slow
 def test_the_command_picks_a_scheme_within_a_size_and_reports(checkpoint, shards, tmp_path, command):
     options = ("--calibration", str(shards / "small"), "--num-samples", "8", "--verify-samples", "8", "--device", "cpu")
     ended = command(

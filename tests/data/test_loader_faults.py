@@ -174,6 +174,7 @@ def test_storage_that_fails_stops_the_stream_and_a_resume_loses_no_sample(tmp_pa
     assert_same_batches(batches, whole)
 
 
+@pytest.mark.slow
 def test_a_stream_waits_for_storage_that_comes_back(tmp_path, opened):
     folder = make_shards(tmp_path / "photos", 1, 10)
     stream = opened(folder, num_epochs=1, storage=quick(60.0), num_workers=1)

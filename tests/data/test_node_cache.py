@@ -138,6 +138,7 @@ def ids_of(stream):
     return [sample_id for batch in stream for sample_id in batch.sample_ids]
 
 
+@pytest.mark.slow
 def test_nodes_with_lanes_download_the_shards_about_once(tmp_path, folder, checkpoint):
     """Three nodes, each with a cache of its own; foreign sequences are read by range and not cached."""
     num_bytes = sum(file.num_bytes for file in list_shards(folder))
@@ -191,6 +192,7 @@ def test_a_shard_that_was_rewritten_in_the_store_is_never_a_wrong_sample(tmp_pat
             list(stream)
 
 
+@pytest.mark.slow
 def test_workers_read_the_next_round_ahead(tmp_path, folder, checkpoint):
     with serve_folder(tmp_path / "served") as (url, faults):
         whole = ids_of(stream_of(url, checkpoint, tmp_path, "whole"))
@@ -204,6 +206,7 @@ def test_workers_read_the_next_round_ahead(tmp_path, folder, checkpoint):
         assert json.dumps(vars(counters))
 
 
+@pytest.mark.slow
 def test_two_jobs_with_other_limits_share_one_cache(tmp_path, folder, checkpoint):
     with serve_folder(tmp_path / "served") as (url, faults):
         first = ids_of(stream_of(url, checkpoint, tmp_path))
@@ -229,6 +232,7 @@ def seen_of(stream):
     return [[each.sample_ids, each.inputs.token_ids.tolist(), each.inputs.patches.sum().item()] for each in packed]
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_cache_get_their_samples_and_download_every_byte_once(tmp_path, folder, checkpoint):
     """Two processes with another seed and length; each gets what it gets alone, and together they download as much."""
     settings = [{}, {"seed": 1, "max_seq_len": 400}]

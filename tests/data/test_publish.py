@@ -86,6 +86,7 @@ def test_another_rank_opens_the_columns_without_listing_and_sees_the_same(tmp_pa
     assert ids_of(other) == ids_of(first)
 
 
+@pytest.mark.slow
 def test_curation_writes_next_to_remote_shards_for_every_machine(tmp_path, bucket):
     """As on a cluster: features, files of the stages and decisions are on the URL, and no copy counts."""
     url, _, _ = bucket

@@ -108,6 +108,7 @@ def test_tokens_of_every_family_are_those_of_one_rank(ranks, tmp_path, shape):
     check_family(ranks, make_checkpoint(tmp_path / "checkpoint", shape), seed=len(shape.name))
 
 
+@pytest.mark.slow
 def test_sums_that_the_next_norm_computes_give_the_tokens_of_one_rank(ranks, tmp_path):
     """Those of few tokens; prompts are longer. Features of images are added between a sum and its norm (deepstack)."""
     with gathered_peers.used():

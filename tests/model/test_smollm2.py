@@ -58,6 +58,7 @@ def test_text_logits_equal_those_of_transformers_on_the_same_dequantized_weights
     assert_close("logits", actual[:, : expected.shape[1]], expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_rebuilt_tokenizer_reads_text_as_transformers_does(gguf, folder):
     theirs = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ours = Processor.load(folder).tokenizer

@@ -21,6 +21,7 @@ def test_a_report_says_whether_it_fits_and_what_to_change():
     assert full.record()["plan"]["total_gib"] == pytest.approx(full.plan.total_gib, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_3b_model_that_is_too_large_for_24_gb_is_offered_as_lora_and_qlora():
     made = plan_model("3b", gpu_named("RTX4090"), ParallelConfig(), tokens=2048)
     assert not made.fits

@@ -73,6 +73,7 @@ def text(response):
     return response.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_the_example_of_a_client_asks_the_base_model_or_an_adapter(server, tmp_path, monkeypatch, capsys):
     picture(84, 84, 1).save(tmp_path / "photo.png")
     monkeypatch.setenv("OPENAI_API_KEY", server.key)

@@ -364,7 +364,14 @@ def test_slow_and_large_senders_are_cut_off(guarded):
     assert code_of(chunked) == (413, "body_too_large")
 
 
-@pytest.mark.parametrize("stray", [b"G", b"\0", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000])
+@pytest.mark.parametrize(
+    "stray",
+    [
+        pytest.param(b"G", marks=pytest.mark.slow),
+        pytest.param(b"\0", marks=pytest.mark.slow),
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000,
+    ],
+)
 def test_bytes_sent_during_a_response_do_not_damage_it(guarded, stray):
     fields = {"stream": True, "n": 4, "logprobs": True, "top_logprobs": 20, **ENDLESS}
     body = json.dumps(chat_body(**fields)).encode()  # takes longer than header_timeout_s

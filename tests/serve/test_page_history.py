@@ -126,6 +126,7 @@ def test_a_browser_without_storage_can_still_ask(browser, server):
         assert exported(page, "#export-chat")["conversations"][0]["title"] == "hello"
 
 
+@pytest.mark.slow
 def test_an_image_is_enlarged_and_moved(page):
     choose_files(page, ("one.png", png_of(1)))
     page.click("#thumbs .zoom")

@@ -100,10 +100,10 @@ def norm(tensors):
     return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
 
 
-def run_cases(folder, cases, layouts, variants, *, steps=STEPS, make=None, also=()):
+def run_cases(folder, cases, layouts, variants, *, steps=STEPS, make=None):
     """Every case (layout, model, settings) on one device, then all of them on four ranks in one launch.
 
-    `make`: gives the configuration of a size; `also`: further jobs of this launch.
+    `make`: gives the configuration of a size.
     """
     shards = write_shards(folder / "shards", text_every=2, sides=(56, 84, 140, 28))
     jobs, singles, initial = [], {}, {}
@@ -132,7 +132,7 @@ def run_cases(folder, cases, layouts, variants, *, steps=STEPS, make=None, also=
                 "block_size": 16,
             }
         )
-    run_together([*jobs, *also], folder, num_ranks=4)
+    run_together(jobs, folder, num_ranks=4)
     found = {}
     for layout, model, settings in cases:
         single = f"one-{model}-{settings if settings in _TRAINED else 'full'}"

@@ -168,6 +168,7 @@ def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_
     assert len(losses(tmp_path / "strict")) < 13
 
 
+@pytest.mark.slow
 def test_sigterm_at_the_end_of_a_stage_starts_no_next_stage_and_a_locked_folder_is_refused_on_all_ranks(
     tmp_path, parts
 ):

@@ -408,6 +408,7 @@ def test_a_pair_is_its_chosen_conversation_where_pairs_are_not_asked_for(root, p
 # ------------------------------------------------------------------ several ranks
 
 
+@pytest.mark.slow
 def test_objectives_on_two_sharded_or_context_ranks_have_the_losses_of_one(root, pairs):
     """Odd numbers of packed sequences: one rank runs an empty micro-batch."""
     settings = {

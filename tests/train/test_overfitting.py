@@ -92,6 +92,7 @@ def test_the_average_is_what_is_validated(run_root):
     assert validations(run_root / "averaged")[STEPS] == pytest.approx(validations(run_root / "again")[4], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_sharded_averages_are_those_of_a_single_device(run_root):
     assert_same_weights(exported(run_root / "fsdp"), exported(run_root / "averaged"), atol=1e-5)
     for step, loss in validations(run_root / "averaged").items():

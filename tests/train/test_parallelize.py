@@ -81,6 +81,7 @@ def run_root(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(run_root, tmp_path):
     """Two replicas have two shards each; a step has five packed sequences, so some ranks run an empty micro-batch."""
     settings = ["stages.0.steps=3", "stages.0.data.global_batch_size=5"]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from train.recorded import LORA, MODELS, norm, run_cases
 from train.recorded import STEPS as TEN_STEPS
-from train.running import losses, read_recipe, write_recipe, write_shards
+from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.errors import ConfigError
 from saccade.model.families import named_size
@@ -38,11 +38,8 @@ SETTINGS = {
     "recompute": ["parallel.recompute_language=full", "parallel.recompute_vision=selective"],
     "lora": LORA,
 }
-CASES = [
-    ("pipeline 4", "qwen2_5_vl", "full"),
-    ("pipeline 2 interleaved x shard 2", "qwen3_vl", "recompute"),
-]
-"""The layouts of `make test`; the others are slow."""
+CASES = [("pipeline 2 interleaved x shard 2", "qwen3_vl", "recompute")]
+"""The layout of `make test`; the others are slow."""
 
 
 def deep(size):
@@ -51,11 +48,13 @@ def deep(size):
     return dataclasses.replace(config, language=dataclasses.replace(config.language, num_layers=8))
 
 
-def test_runs_with_pipeline_ranks_equal_one_device_and_resume_on_other_layouts(tmp_path):
-    """Stages with tower, embedding and a tied head; features for several layers; sequences of all sizes.
+def test_runs_with_pipeline_ranks_equal_one_device(tmp_path):
+    """Stages with tower, embedding and a tied head; features for several layers; sequences of all sizes."""
+    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, make=deep)
 
-    A run that begins on one device continues with pipelines of two layouts and ends on one device.
-    """
+
+@pytest.mark.slow
+def test_a_run_resumes_on_pipelines_of_two_layouts_and_ends_on_one_device(tmp_path):
     checkpoint, shards = tmp_path / "checkpoint", write_shards(tmp_path / "toy", text_every=2)
     initialize_random(checkpoint, deep("tiny"), dtype=torch.float32)
     recipes = {
@@ -78,7 +77,7 @@ def test_runs_with_pipeline_ranks_equal_one_device_and_resume_on_other_layouts(t
         {"recipe": str(recipes["many"]), "set": [*settings, f"stages.0.steps={steps}", *LAYOUTS[layout]]}
         for steps, layout in zip((3, 5), layouts, strict=True)
     ]
-    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, make=deep, also=jobs)
+    run_together(jobs, tmp_path, num_ranks=4)
     train(read_recipe(recipes["many"], *settings, "stages.0.steps=6"), device="cpu")
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     validated = [validation_losses(tmp_path / name) for name in ("many", "one")]

@@ -42,6 +42,7 @@ def test_1024_ranks_have_the_collectives_of_the_formula(dims):
     assert tuple(kinds) == formula(dims, replicates=dims.replicate > 1)
 
 
+@pytest.mark.slow
 def test_collectives_and_bytes_are_those_of_gloo(tmp_path):
     to = tmp_path / "found.json"
     run_together([{"call": "train.recorded_ranks:compare", "to": str(to)}], tmp_path, num_ranks=4)

@@ -91,6 +91,7 @@ def stop_in_forward(number):
 # ------------------------------------------------------------------ killed
 
 
+@pytest.mark.slow
 def test_a_crash_after_the_best_validation_does_not_let_a_worse_checkpoint_replace_it(root):
     """The state of step 3 is saved before its validation, the best: from step 4 on the learning rate is too high."""
     settings = held_out(

@@ -63,7 +63,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, folder,
         assert torch.equal(parameter, twin), name
 
 
-@pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
+@pytest.mark.parametrize("kind", ["adamw8bit", pytest.param("muon", marks=pytest.mark.slow)])
 def test_every_optimizer_resumes_bit_for_bit_in_bf16(tmp_path, folder, shards, kind):
     """Parameters in bf16 are rounded masters: these must be saved, not the parameters."""
     settings = ["model.dtype=bf16", f"stages.0.optimizer.kind={kind}"]

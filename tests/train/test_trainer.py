@@ -157,7 +157,7 @@ def test_consecutive_bad_steps_roll_back_the_weights_and_not_the_data(recipe, tm
     assert progress["optimizer_steps"] == 5 + 3
 
 
-@pytest.mark.parametrize(("every", "keep_last"), [(4, 2), (1, 1)])
+@pytest.mark.parametrize(("every", "keep_last"), [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_rollback_never_loads_a_state_of_the_bad_steps(recipe, tmp_path, caplog, every, keep_last):
     """The weights are NaN from the end of step 9 on. A state of step 12, between bad steps, would have NaN as well."""
 

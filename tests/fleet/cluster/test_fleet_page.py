@@ -118,7 +118,14 @@ def test_an_experiment_is_shown_with_its_variants_and_verdicts(browser, front):
     assert "int4 to bf16, errors: no difference found" in shown
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("desktop", "dark"), ("phone", "dark")])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        pytest.param("desktop", "light", marks=pytest.mark.slow),
+        pytest.param("desktop", "dark", marks=pytest.mark.slow),
+        ("phone", "dark"),
+    ],
+)
 def test_the_view_has_contrast_and_fits_every_screen(browser, front, size, scheme):
     with open_fleet(browser, front, size=size, scheme=scheme) as page:
         page.wait_for_selector("#health-dot.ready")

@@ -237,6 +237,7 @@ def test_requests_of_a_front_that_died_are_cancelled_within_five_seconds(checkpo
         assert completion.failure is None
 
 
+@pytest.mark.slow
 def test_a_front_that_was_away_for_too_long_opens_its_channel_again(checkpoint):
     with LocalFleet(checkpoint, ("one",)) as fleet:
         service = fleet.replicas.services["one"]

@@ -186,6 +186,7 @@ def test_streams_do_not_notice_that_both_controllers_are_killed(fleet):
     assert chat(fleet).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_version_with_wrong_answers_gets_no_users_and_one_with_right_answers_gets_all(fleet, checkpoints):
     head = fleet.head
     fleet.head = head.replace("max_tokens = 200\n", f"max_tokens = 200\n{WRONG_PROBE}")
