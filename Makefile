@@ -68,8 +68,8 @@ chromium:
 	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null; } \
 	|| echo "chromium cannot be installed here: the tests of the page are skipped"
 
-# Three workers on two cores, since many tests wait for processes and timeouts.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
+# Four workers on two cores, since many tests wait for processes and timeouts.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
 
 pytest: $(READY)
 	$(PYTEST)

@@ -49,6 +49,7 @@ def test_what_is_picked_is_no_larger_than_any_uniform_scheme_of_its_size_and_no_
             assert trial.ratio > target or picked.fidelity.kl <= trial.fidelity.kl, trial.scheme.name
 
 
+@pytest.mark.slow
 def test_on_held_out_samples_it_is_not_worse_either(picker, trained, calibration, tmp_path):
     held_out = CalibrationConfig(shards=(str(trained / "held-out"),), num_samples=48)
     reference = Reference(load_model(trained / "checkpoint", device="cpu"), samples(trained, held_out))

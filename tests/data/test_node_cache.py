@@ -161,6 +161,7 @@ def test_nodes_with_lanes_download_the_shards_about_once(tmp_path, folder, check
     assert without > 1.5 * num_bytes
 
 
+@pytest.mark.slow
 def test_a_damaged_or_truncated_file_of_the_cache_is_downloaded_again(tmp_path, folder, checkpoint, caplog):
     with serve_folder(tmp_path / "served") as (url, faults):
         whole = ids_of(stream_of(url, checkpoint, tmp_path))

@@ -72,6 +72,7 @@ def test_one_pass_publishes_what_another_machine_needs_to_start(tmp_path, bucket
     assert tar_requests(faults) == []
 
 
+@pytest.mark.slow
 def test_another_rank_opens_the_columns_without_listing_and_sees_the_same(tmp_path, bucket, checkpoint):
     url, _, faults = bucket
     publish(url, [Measurer(str(checkpoint), TextRules())], num_workers=1, config=config(tmp_path, "first"))

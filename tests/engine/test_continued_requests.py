@@ -212,7 +212,7 @@ def compare(checkpoint: Checkpoint, config: EngineConfig, asked: list[Asked]) ->
 
 
 ALWAYS = {
-    ("qwen2_5_vl", "pages of one token"), ("qwen2_5_vl", "drafts and cached prefixes"), ("llava_onevision", "drafts"),
+    ("qwen2_5_vl", "pages of one token"), ("qwen2_5_vl", "drafts and cached prefixes"),
 }  # fmt: skip
 """The other pairs are slow."""
 

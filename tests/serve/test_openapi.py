@@ -1,8 +1,10 @@
 """The OpenAPI document is true: a short run of the fuzzer of `stress/fuzz.py`, and what the document says."""
 
+import pytest
 from stress.fuzz import fuzz
 
 
+@pytest.mark.slow
 def test_a_short_fuzz_finds_no_server_error_and_no_violation(server):
     num_cases, report, is_clean = fuzz(server.url, examples=3, seed=0, phases="fuzzing")
     assert is_clean, report

@@ -131,6 +131,7 @@ def test_an_answer_in_a_json_schema_is_shown_indented(page):
     assert page.evaluate(indented, '{"a": [1, "unfini') == '{\n  "a": [\n    1,\n    "unfini'
 
 
+@pytest.mark.slow
 def test_a_request_is_copied_as_curl_and_as_python_that_give_the_same_answer(page, server, tmp_path, monkeypatch):
     question = 'what\'s "it"?\n$HOME `ls` \\n ! é'
     (tmp_path / "it's.png").write_bytes(png_of(3))
@@ -168,6 +169,7 @@ def tile(name):
     return f"Number({found}.querySelector('.value').textContent.replace(',', ''))"
 
 
+@pytest.mark.slow
 def test_the_status_view_shows_what_was_recorded_before_it_was_opened_and_moves_with_the_load(page, server):
     before = wait_until_idle(server)
     server.chunks("before the view is open", max_tokens=16)

@@ -100,6 +100,7 @@ def test_conversations_survive_a_reload_are_exported_and_deleted(page, server):
     assert page.evaluate(DATABASE) == "[]"
 
 
+@pytest.mark.slow
 def test_an_answer_that_a_reload_interrupted_can_be_asked_for_again(page):
     page.route("**/v1/chat/completions", lambda route: None)  # no answer comes before the page is left
     ask(page, "are you there")
@@ -111,6 +112,7 @@ def test_an_answer_that_a_reload_interrupted_can_be_asked_for_again(page):
     page.wait_for_selector(f"{ANSWER} >> text=yes")
 
 
+@pytest.mark.slow
 def test_a_browser_without_storage_can_still_ask(browser, server):
     denied = """for (const name of ["indexedDB", "localStorage", "sessionStorage"])
       Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });"""

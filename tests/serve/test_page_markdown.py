@@ -86,6 +86,7 @@ def test_answers_are_rendered_as_markdown_and_code_is_copied(page):
     assert not [url for url in requests if "example.com" in url]
 
 
+@pytest.mark.slow
 def test_links_are_http_only_and_images_are_never_loaded(browser, server):
     link = 'target="_blank" rel="noopener noreferrer nofollow"'
     cases = {
@@ -132,6 +133,7 @@ def test_links_are_http_only_and_images_are_never_loaded(browser, server):
         assert max(page.evaluate(DEPTH, huge)) < 60
 
 
+@pytest.mark.slow
 def test_formulas_become_mathml_and_unknown_commands_stay_source(page):
     cases = {
         r"x": "mi(x)",

@@ -157,6 +157,7 @@ WIDE = replace(
 TINY = named_size("tiny").language
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="libraries of CUDA take memory that a plan for a CPU does not count"

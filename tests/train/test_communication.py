@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +77,7 @@ def test_the_report_of_a_run_is_written_next_to_its_traces(tmp_path):
     assert report["kinds"] == {}, "one rank communicates with no other"
 
 
+@pytest.mark.slow
 def test_two_ranks_report_the_collectives_of_their_layout(tmp_path):
     """Each rank reports its own: gathers of parameters and reductions of gradients by gloo, and what they exposed."""
     from train.running import make_checkpoint, run_together, write_recipe, write_shards

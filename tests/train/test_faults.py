@@ -235,6 +235,7 @@ def test_sigterm_during_start_up_stops_cleanly(recipe, tmp_path):
     assert "SIGTERM: finishing this step and saving; send it again to quit now" in file.with_suffix(".log").read_text()
 
 
+@pytest.mark.slow
 def test_a_hung_process_dumps_its_stacks_and_exits(recipe, tmp_path):
     settings = [*SETTINGS, "guard.hang_timeout_s=4"]
     status, output = do([{"recipe": str(recipe), "set": settings, "validate": "hang"}], tmp_path)

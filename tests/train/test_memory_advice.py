@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from train.shapes import THIN, UNIFORM
 
 from saccade.train.dry_run import MicroBatchSize
@@ -26,6 +27,7 @@ def test_suggestions_are_ordered_by_cost_and_their_largest_sequences_just_fit():
         assert one.fits == (one.max_tokens >= UNIFORM.tokens)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_whole_is_offered_as_lora_and_lora_as_qlora():
     size = MicroBatchSize(tokens=256, patches=64)
     planner = MemoryPlanner(config=THIN)

@@ -334,7 +334,7 @@ REFERENCES = {
 }
 
 
-SLOW = dict.fromkeys(("averaged", "lora-after-all"), pytest.mark.slow)
+SLOW = dict.fromkeys(("averaged", "lora", "lora-after-all"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in REFERENCES])

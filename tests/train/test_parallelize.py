@@ -231,6 +231,7 @@ def test_activation_checkpointing_changes_no_bit(checkpoint, tmp_path, extent):
         assert_same(plain, other, inputs, tolerance=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("extent", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_compiled_blocks_compute_the_same_and_are_compiled_once(checkpoint, tmp_path, monkeypatch, extent):

@@ -19,7 +19,7 @@ COSTS = CostModel(
 )  # fmt: skip
 """While a request decodes, images get two thirds of an engine, so that an idle encoder is the faster one."""
 LONG = SamplingParams(max_tokens=6000, temperature=0.0, ignore_eos=True)
-FAMILIES = ["tiny", "qwen3_vl/tiny"]
+FAMILIES = ["tiny", pytest.param("qwen3_vl/tiny", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -73,6 +73,7 @@ def test_versions_replicas_and_decisions_are_shown_and_follow_the_fleet(browser,
         page.wait_for_selector("#prompt", state="visible")
 
 
+@pytest.mark.slow
 def test_the_view_says_when_the_controller_is_away(browser, front):
     with open_fleet(browser, front) as page:
         fleet = front.fleet() | {"view_age_s": 34.0}
@@ -81,6 +82,7 @@ def test_the_view_says_when_the_controller_is_away(browser, front):
         assert page.text_content("#fleet-line").startswith("The controller has not answered for 34 s")
 
 
+@pytest.mark.slow
 def test_a_large_fleet_shows_the_replicas_with_the_longest_queues(browser, front):
     with open_fleet(browser, front) as page:
         fleet = front.fleet()

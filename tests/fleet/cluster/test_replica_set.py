@@ -221,6 +221,7 @@ def test_an_image_is_sent_once_to_a_replica_that_keeps_it(checkpoint):
         assert fleet.set.num_media_sent == 1
 
 
+@pytest.mark.slow
 def test_requests_of_a_front_that_died_are_cancelled_within_five_seconds(checkpoint):
     with LocalFleet(checkpoint, ("one",)) as living:
         with LocalFleet(checkpoint, ("one",), front="dead", joins=living) as dying:

@@ -128,6 +128,7 @@ def kill(*titles):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_by_a_version(fleet):
     answer = chat(fleet)
     assert answer.status_code == 200, answer.text
@@ -135,6 +136,7 @@ def test_a_request_is_answered_by_a_version(fleet):
     assert [one["id"] for one in httpx.get(f"{fleet.url}/v1/models").json()["data"]] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_a_stream_continues_when_all_engines_are_killed(fleet):
     expected = streamed(fleet, max_tokens=600)
     before = fleet.sample("saccade:fleet_requests_continued_total")
@@ -176,6 +178,7 @@ def test_requests_continue_when_the_encoder_is_killed(fleet):
     wait_until(lambda: version_status(fleet)["replicas"]["encoders"] == [1, 0])
 
 
+@pytest.mark.slow
 def test_streams_do_not_notice_that_both_controllers_are_killed(fleet):
     expected = streamed(fleet, max_tokens=600)
     controllers = ("ServeController", "ServeReplica:test:controller")
@@ -215,6 +218,7 @@ def test_a_version_with_wrong_answers_gets_no_users_and_one_with_right_answers_g
     assert chat(fleet).headers["saccade-version"] == "v3"
 
 
+@pytest.mark.slow
 def test_a_second_up_is_refused_by_one_line(fleet):
     second = run("up", fleet.file)
     assert second.returncode == 2
