@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   data, training, evaluation and a server, on this machine"
 	@echo "make test         format, lint, types and tests"
-	@echo "make test-all     all tests, with long variants of some (marked slow)"
+	@echo "make test-all     all tests: also whole fleets and long variants (marked slow)"
 	@echo "make test-clients clients of other projects against a server; needs Node 20 and npm"
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
