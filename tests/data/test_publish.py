@@ -128,6 +128,7 @@ def test_a_stream_opened_without_listing_is_built_where_nothing_is_there(tmp_pat
     assert len(ids_of(stream)) == 6
 
 
+@pytest.mark.slow
 def test_a_new_processor_adds_its_lengths_and_a_new_shard_is_added(tmp_path, bucket, checkpoint):
     import s3fs
 

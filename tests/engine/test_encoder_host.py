@@ -37,7 +37,8 @@ from saccade.processor.parts import feature_spans
 
 TIMEOUT_S = 120
 FAMILIES = [
-    "tiny", pytest.param("qwen2_vl/tiny", marks=pytest.mark.slow), "qwen3_vl/tiny", "llava_next/tiny",
+    "tiny", pytest.param("qwen2_vl/tiny", marks=pytest.mark.slow), "qwen3_vl/tiny",
+    pytest.param("llava_next/tiny", marks=pytest.mark.slow),
     pytest.param("llava_onevision/tiny", marks=pytest.mark.slow),
 ]  # fmt: skip
 CONVERSATIONS = [

@@ -73,6 +73,7 @@ def test_the_rebuilt_tokenizer_reads_text_as_transformers_does(gguf, folder):
     assert ours.encode_text(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.slow
 def test_chat_prints_a_sensible_english_answer(command, folder, capsys):
     ended = command("chat", folder, "What is the capital of France?", "--device", "cpu", "--json")
     answer = json.loads(ended.out)

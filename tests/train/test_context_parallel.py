@@ -21,7 +21,8 @@ from saccade.train.context_batches import ContextGroup, SequenceShare
 from saccade.train.stages import train
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_attention_of_ragged_packs_equals_one_rank(num_ranks, tmp_path):
     """Outputs and gradients of segments of 1 to 96 tokens, with few and many rows."""
     call = {"call": "train.context_ranks:compare_attention"}
