@@ -38,6 +38,7 @@ def kill_while_training(folder):
         first.stderr.read()  # ends when the training process has ended too
 
 
+@pytest.mark.slow
 def test_killed_while_training_it_continues_and_serves_and_the_third_time_does_nothing(tmp_path):
     folder = tmp_path / "quickstart"
     kill_while_training(folder)

@@ -136,6 +136,7 @@ def report():
     return LayoutReport(LayoutPlanner(job, cluster))
 
 
+@pytest.mark.slow
 def test_the_fastest_layout_comes_first_and_others_say_why_they_lose(report):
     possible = [plan for plan in report.plans if plan.is_possible]
     assert report.best is possible[0]
@@ -152,6 +153,7 @@ def test_the_fastest_layout_comes_first_and_others_say_why_they_lose(report):
     assert "shards all-gather" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [ParallelDims(replicate=2, shard=8), ParallelDims(shard=8, tensor=2)], ids=str)
 def test_collectives_of_a_layout_are_those_of_a_step_on_exactly_its_ranks(dims, report):
     """They are taken from a step on two copies of two shards. Shards pad some parameters: bytes differ by a percent."""
@@ -168,6 +170,7 @@ def test_collectives_of_a_layout_are_those_of_a_step_on_exactly_its_ranks(dims, 
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_page_has_the_timeline(report, tmp_path):
     report.write(tmp_path / "layouts.html")
     page = (tmp_path / "layouts.html").read_text()

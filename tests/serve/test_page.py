@@ -47,6 +47,7 @@ def test_the_page_loads_and_names_the_model(page):
 # ------------------------------------------------------------------ requests
 
 
+@pytest.mark.slow
 def test_a_video_is_sent_and_answered_and_one_that_is_too_large_is_not_sent(browser, server):
     clip = encode(8, rate=4, codec="libx264")
     with open_page(browser, "about:blank") as page:
@@ -113,6 +114,7 @@ def test_sampling_options_are_sent_as_the_api_names_them_and_bad_ones_are_named(
         assert page.locator(".message").count() == 4
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_json_schema_is_shown_indented(page):
     schema = {
         "type": "object",

@@ -1,6 +1,7 @@
 """How fast a checkpoint is on this machine: the engine on requests of `saccade bench serve`, without a server."""
 
 import json
+import queue
 import statistics
 import time
 from pathlib import Path
@@ -12,26 +13,38 @@ def measure_speed(
 ) -> dict[str, float]:
     """Medians of `ttft_ms` and `tpot_ms` of single requests, and `output_tokens_per_s` of many at once."""
     from saccade.engine import Engine, SamplingParams
+    from saccade.engine.request import CompletionDelta
     from saccade.serve.load.workload import Workload
 
-    workload = Workload(num_requests=2 * num_alone + num_at_once + 1, seed=seed)
+    workload = Workload(num_requests=num_alone + num_at_once + 1, seed=seed)
     warm_up, *asked = [json.loads(body)["messages"] for body in workload.bodies("")]
-    first, whole, at_once = asked[:num_alone], asked[num_alone : 2 * num_alone], asked[2 * num_alone :]
+    num_tokens = workload.num_output
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     with Engine.load(folder, device=device) as engine:
 
-        def seconds(conversations: list[Any], num_tokens: int) -> float:
-            began = time.perf_counter()
-            completions = engine.generate(conversations, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
-            assert all(one.failure is None for one in completions), "the requests are valid"
-            return time.perf_counter() - began
+        def stream_s(conversation: Any) -> tuple[float, float]:
+            """Seconds until the first delta of an answer, and from it to the last."""
+            deltas: queue.SimpleQueue[tuple[float, bool]] = queue.SimpleQueue()
 
-        num_tokens = workload.num_output
-        seconds([warm_up], num_tokens)
-        ttft_s = statistics.median(seconds([one], 1) for one in first)
-        whole_s = statistics.median(seconds([one], num_tokens) for one in whole)
-        rate = len(at_once) * num_tokens / seconds(at_once, num_tokens)
+            def on_delta(delta: CompletionDelta) -> None:
+                deltas.put((time.perf_counter(), delta.completion is not None))
+
+            began = time.perf_counter()
+            engine.submit(engine.preprocess(conversation), sampling, on_delta)
+            first, is_last = deltas.get()
+            last = first
+            while not is_last:
+                last, is_last = deltas.get()
+            return first - began, last - first
+
+        stream_s(warm_up)
+        ttft_s, rest_s = map(statistics.median, zip(*map(stream_s, asked[:num_alone]), strict=True))
+        began = time.perf_counter()
+        completions = engine.generate(asked[num_alone:], sampling)
+        assert all(one.failure is None for one in completions), "the requests are valid"
+        rate = num_at_once * num_tokens / (time.perf_counter() - began)
     return {
         "ttft_ms": 1e3 * ttft_s,
-        "tpot_ms": 1e3 * (whole_s - ttft_s) / (num_tokens - 1),
+        "tpot_ms": 1e3 * rest_s / (num_tokens - 1),
         "output_tokens_per_s": rate,
     }

@@ -98,6 +98,7 @@ def test_a_large_fleet_shows_the_replicas_with_the_longest_queues(browser, front
         assert "99 replicas" in page.locator(".version").first.inner_text()
 
 
+@pytest.mark.slow
 def test_an_experiment_is_shown_with_its_variants_and_verdicts(browser, front):
     variants = (Variant(name="bf16", version="may"), Variant(name="int4", version="june"))
     run = ExperimentRun(Experiment(name="quantized", variants=variants, share=0.5, metrics=("errors", "tpot")))
