@@ -185,7 +185,7 @@ def image_grids(model: VLM, num_patches: int) -> list[Grid]:
 
 
 class PhaseMarks(Protocol):
-    """What is told where a phase begins."""
+    """Callbacks at the beginning of a phase."""
 
     kind: str
     """Kind of what is made meanwhile."""

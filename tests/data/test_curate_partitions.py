@@ -147,7 +147,7 @@ def test_leaders_are_those_of_one_pass_over_all_pairs_in_order_of_quality(tmp_pa
 
 
 def test_an_item_is_compared_with_the_leader_of_what_it_repeats(tmp_path):
-    """Of a chain of pairs 0-1, 1-2, ... in which every item repeats every other one, all follow the first."""
+    """All items follow the first one if they form a chain of pairs 0-1, 1-2, ... and each repeats every other."""
     index = open_index(make_shards(tmp_path / "set", 3, 10), num_workers=1)
     ids = np.array([shard << 40 | row << 16 for shard in range(3) for row in range(10)], np.uint64)
     everything = {frozenset(int(item).to_bytes(8, "little") for item in (a, b)) for a in ids for b in ids if a != b}

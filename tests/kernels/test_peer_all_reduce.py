@@ -123,7 +123,7 @@ def test_strided_rows_are_summed_in_place_whatever_their_width(ranks, device, on
 
 
 def test_each_rank_adds_up_the_slots_of_the_same_use(device, dtype):
-    """Of two slots per row the one of the use that is counted is read, also after another row was used more often."""
+    """The slot of the counted use is read, also after another row was used more often."""
     if device == "cuda":
         pytest.skip("it plants what the other rank writes")
     together = VirtualRanks(2, dtype, device)

@@ -5,8 +5,8 @@
 
 An item leads if no better item that it repeats leads; the others follow the best leader that they repeat. That is what
 going through all pairs in order of quality gives. Here a partition has the edges of its items, decides what
-it can, and tells the partitions of the items that repeat its own. Every round decides at least the best undecided item,
-in practice all after a few rounds; no process sees the whole graph.
+it can, and notifies the partitions of the items that repeat its own. Every round decides at least the best undecided
+item, in practice all after a few rounds; no process sees the whole graph.
 
 An item is compared with a bounded number of better ones. If it repeats one that follows another, it is compared with
 the leader of that one in the next pass, until no pass finds a follower.
@@ -30,7 +30,7 @@ EDGE = np.dtype([("worse", "u8"), ("better", "u8"), ("quality", "u8")])
 """An item and a better one, with the quality of the better one."""
 _CARRIED = np.dtype([("worse", "u8"), ("better", "u8"), ("quality", "u8"), ("num_bytes", "u4")])
 _DECIDED = np.dtype([("worse", "u8"), ("better", "u8"), ("leads", "?")])
-_TOLD = np.dtype([("worse", "u8"), ("better", "u8"), ("leader", "u8"), ("quality", "u8")])
+_NOTICE = np.dtype([("worse", "u8"), ("better", "u8"), ("leader", "u8"), ("quality", "u8")])
 _FOLLOWER = np.dtype([("worse", "u8"), ("joined", "u8"), ("leader", "u8"), ("quality", "u8"), ("is_changed", "?")])
 """An item that follows: the leader that it joined, and the one that this one follows by now."""
 _MAX_PASSES = 8
@@ -86,13 +86,13 @@ def find_leaders(runner: Runner, partitions: Partitions, comparison: Comparison,
             step += 1
             undecided = run(f"decide-{step}", _decide, "undecided")
         step += 2
-        run(f"tell-{step}", _tell, "told")
+        run(f"notify-{step}", _notify, "notices")
         if not run(f"follow-{step}", _follow, "wanted"):
             break
     changed = step
     while changed:  # a leader that follows since a later pass has followers of its own
         step += 2
-        run(f"tell-{step}", _tell, "told")
+        run(f"notify-{step}", _notify, "notices")
         changed = run(f"follow-{step}", _follow, "changed")
     return f"{kind}-state-{step}"
 
@@ -164,7 +164,7 @@ class _State:
     """[edges]: whether the better item leads or follows, as far as it is known."""
     reverse: Rows
     """Edges of all passes whose better item is here."""
-    is_told: NDArray[np.bool_]
+    is_notified: NDArray[np.bool_]
     """[reverse]: whether it is known at the worse item whether the better one leads."""
     followers: Rows
     """Items here that follow, ascending."""
@@ -187,7 +187,7 @@ class _State:
 
 
 def _decide(job: _Job, partition: int) -> dict[str, int]:
-    """Decide the items whose better ones are decided, and tell those that repeat them."""
+    """Decide the items whose better ones are decided, and notify those that repeat them."""
     partitions = job.partitions
     state = _State.read(partitions, f"{job.kind}-state-{job.step - 1}", partition)
     if job.begins:
@@ -195,7 +195,7 @@ def _decide(job: _Job, partition: int) -> dict[str, int]:
         state.status = np.zeros(len(state.edges), np.uint8)
         reverse = partitions.exchange(job.name("reverse"), EDGE).rows(partition)
         state.reverse = np.concatenate([state.reverse, reverse])
-        state.is_told = np.concatenate([np.ones(len(state.is_told), bool), np.zeros(len(reverse), bool)])
+        state.is_notified = np.concatenate([np.ones(len(state.is_notified), bool), np.zeros(len(reverse), bool)])
     else:
         received = partitions.exchange(f"{job.kind}-decided-{job.step - 1}", _DECIDED).rows(partition)
         _set_status(state, received)
@@ -206,16 +206,16 @@ def _decide(job: _Job, partition: int) -> dict[str, int]:
     no_item = np.zeros(len(at), bool)
     leading = ~is_item | (leads[at] if len(items) else no_item)
     following = is_item & (follows[at] if len(items) else no_item)
-    tell = ~state.is_told & (leading | following)
-    rows = np.empty(int(tell.sum()), _DECIDED)
+    notify = ~state.is_notified & (leading | following)
+    rows = np.empty(int(notify.sum()), _DECIDED)
     rows["worse"], rows["better"], rows["leads"] = (
-        *(state.reverse[tell][name] for name in ("worse", "better")),
-        leading[tell],
+        *(state.reverse[notify][name] for name in ("worse", "better")),
+        leading[notify],
     )
     sender = partitions.exchange(f"{job.kind}-decided-{job.step}", _DECIDED).sender(partition)
     sender.send(partitions.of_ids(rows["worse"]), rows)
     sender.close()
-    state.is_told |= tell
+    state.is_notified |= notify
     state.write(partitions, f"{job.kind}-state-{job.step}", partition)
     return {"undecided": int((state.status == _UNKNOWN).sum())}
 
@@ -249,7 +249,7 @@ def _decide_here(state: _State, is_here: NDArray[np.bool_]) -> tuple[Ids, NDArra
         state.status[is_item & follows[better]] = _FOLLOWS
 
 
-def _tell(job: _Job, partition: int) -> dict[str, int]:
+def _notify(job: _Job, partition: int) -> dict[str, int]:
     """Tell the items that repeat a follower whom it follows, if that has changed."""
     partitions = job.partitions
     state = _State.read(partitions, f"{job.kind}-state-{job.step - 2}", partition)
@@ -264,35 +264,35 @@ def _tell(job: _Job, partition: int) -> dict[str, int]:
     changed = state.followers[state.followers["is_changed"]]
     reverse = state.reverse[np.isin(state.reverse["better"], changed["worse"])]
     of = changed[np.searchsorted(changed["worse"], reverse["better"])] if len(reverse) else changed[:0]
-    rows = np.empty(len(reverse), _TOLD)
+    rows = np.empty(len(reverse), _NOTICE)
     rows["worse"], rows["better"] = reverse["worse"], reverse["better"]
     rows["leader"], rows["quality"] = of["leader"], of["quality"]
-    sender = partitions.exchange(f"{job.kind}-told-{job.step}", _TOLD).sender(partition)
+    sender = partitions.exchange(f"{job.kind}-notices-{job.step}", _NOTICE).sender(partition)
     sender.send(partitions.of_ids(rows["worse"]), rows)
     sender.close()
     state.followers["is_changed"] = False
     state.write(partitions, f"{job.kind}-state-{job.step - 1}", partition)
-    return {"told": len(rows)}
+    return {"notices": len(rows)}
 
 
 def _follow(job: _Job, partition: int) -> dict[str, int]:
     """Follow the leader of a leader that follows; compare items that lead with the leaders of what they repeat."""
     partitions = job.partitions
     state = _State.read(partitions, f"{job.kind}-state-{job.step - 1}", partition)
-    told = partitions.exchange(f"{job.kind}-told-{job.step}", _TOLD).rows(partition)
-    follows = np.isin(told["worse"], state.followers["worse"])
+    notices = partitions.exchange(f"{job.kind}-notices-{job.step}", _NOTICE).rows(partition)
+    follows = np.isin(notices["worse"], state.followers["worse"])
     new = np.empty(int((~follows).sum()), EDGE)
-    new["worse"], new["better"], new["quality"] = (told[~follows][name] for name in ("worse", "leader", "quality"))
+    new["worse"], new["better"], new["quality"] = (notices[~follows][name] for name in ("worse", "leader", "quality"))
     new = np.unique(new)
     sender = wanted(partitions, job.kind, job.number + 1).sender(partition)
     sender.send(partitions.of_ids(new["better"]), new)
     sender.close()
-    told = told[follows]
-    at = np.searchsorted(state.followers["worse"], told["worse"])
-    is_own = state.followers["joined"][at] == told["better"]
-    at, told = at[is_own], told[is_own]
+    notices = notices[follows]
+    at = np.searchsorted(state.followers["worse"], notices["worse"])
+    is_own = state.followers["joined"][at] == notices["better"]
+    at, notices = at[is_own], notices[is_own]
     for name in ("leader", "quality"):
-        state.followers[name][at] = told[name]
+        state.followers[name][at] = notices[name]
     state.followers["is_changed"][at] = True
     state.write(partitions, f"{job.kind}-state-{job.step}", partition)
     return {"wanted": len(new), "changed": len(at)}
