@@ -4,6 +4,7 @@ import dataclasses
 import json
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -151,4 +152,8 @@ def test_a_leading_runner_runs_the_blank_request_before_its_followers_are_known(
         exchange=LoneRank(0, 7),
     )
     run_blank_request(leading)  # what it computes is undefined, since nothing is exchanged
+    followers = Mock()
+    leading.lead(followers)
+    leading._send_plan()
+    assert not followers.mock_calls, "a plan of the time before is not sent"
     assert leading.num_registered == 0

@@ -134,8 +134,9 @@ class LeadingRunner(Runner):
 
     def start_slots(self, plan: StepPlan) -> None:
         """See `Runner`. Followers get the plan with the next command."""
-        self._send_plan()
-        self._unsent_plan = plan
+        if self._followers is not None:
+            self._send_plan()
+            self._unsent_plan = plan
         super().start_slots(plan)
 
     def _send_plan(self) -> None:
