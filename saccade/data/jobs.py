@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from saccade import __version__
-from saccade.data.parallel import Child, ChildLostError
+from saccade.data.parallel import Child, ChildLostError, Children
 from saccade.errors import ConfigError, DataError, UserError
 
 logger = logging.getLogger(__name__)
@@ -120,18 +120,19 @@ def _run_by_daft(
 
     @daft.cls(max_concurrency=min(num_workers, len(jobs)), use_process=True)
     class Worker:
-        """One worker: it runs jobs one by one in its child process."""
+        """The workers of a process: each thread of Daft that calls `run` has a child process of its own meanwhile."""
 
         def __init__(self, function: Callable[[Shared, Job], Result], shared: Shared) -> None:
-            self._child = Child(function, shared)
+            self._children = Children(function, shared)
             warnings.simplefilter("ignore")  # Daft would print them
 
         @daft.method.batch(return_dtype=objects, batch_size=1)  # type: ignore[untyped-decorator]
         def run(self, batches: Any) -> list[_Batch]:
-            return [
-                _Batch([_run_in(self._child, number, job) for number, job in batch.items])
-                for batch in batches.to_pylist()
-            ]
+            with self._children.one() as child:
+                return [
+                    _Batch([_run_in(child, number, job) for number, job in batch.items])
+                    for batch in batches.to_pylist()
+                ]
 
     size = min(_MAX_BATCH, max(1, len(jobs) // (8 * num_workers))) if workers.ray_address else 1
     numbered = list(enumerate(jobs))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 from typing import Any, Generic, TypeVar
 
@@ -84,6 +85,26 @@ class Child(Generic[Job, Result]):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+
+class Children(Generic[Job, Result]):
+    """Child processes for any number of threads: as many as are used at once."""
+
+    def __init__(self, function: Callable[[Shared, Job], Result], shared: Shared) -> None:
+        self._work = (function, shared)
+        self._idle: list[Child[Job, Result]] = []
+
+    @contextmanager
+    def one(self) -> Iterator[Child[Job, Result]]:
+        """A child that no other thread uses meanwhile."""
+        try:
+            child = self._idle.pop()
+        except IndexError:
+            child = Child(*self._work)
+        try:
+            yield child
+        finally:
+            self._idle.append(child)
 
 
 _WORK: list[Any] = []
