@@ -69,7 +69,7 @@ chromium:
 	|| echo "chromium cannot be installed here: the tests of the page are skipped"
 
 # Four workers on two cores, since many tests wait for processes and timeouts.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 25
+PYTEST := $(BIN)/python -m pytest --workers 4 --durations 25
 
 pytest: $(READY)
 	$(PYTEST)

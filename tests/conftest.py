@@ -3,64 +3,39 @@
 # ruff: noqa: E402  modules are imported below what must be said before
 
 import atexit
-import functools
 import gc
 import logging
 import os
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-IMPORTED = Path(sys.prefix) / ".imported-by-tests"
-"""Exists once the modules of this environment are compiled."""
-
-
-def wait_for_the_first_worker():
-    """Wait while the first worker of a new environment compiles its imports (20 s), so that the others need not."""
-    deadline = time.monotonic() + 120
-    while not IMPORTED.exists() and os.access(sys.prefix, os.W_OK) and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
-    wait_for_the_first_worker()
 
 gc.disable()  # until all tests are collected: every module stays, and collections in between take a seventh of the time
 
 # This is set before torch is imported, and for all processes that tests start: their threads slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # a process with threads cannot fork
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
 
 import pytest
 from commands import Ended
+from forked_workers import pytest_addoption, pytest_runtestloop  # noqa: F401
 from interpreter import speed_up
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import torch
 
-@functools.cache
-def set_up_torch():
-    import torch
+from saccade.device import resolve_device
 
-    from saccade.device import resolve_device
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its decorators ask for it
-    resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
-
-
-if "PYTEST_XDIST_WORKER" in os.environ or not any(re.match("-n|--numprocesses", word) for word in sys.argv):
-    set_up_torch()  # not in the controller of several workers, which runs no test: importing torch takes 3 s
-
-
-def pytest_configure(config):
-    if not config.getoption("numprocesses", None):  # -n 0
-        set_up_torch()
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its decorators ask for it
+resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
 
 
 SLOW_FIRST = ("end_to_end", "serve", "train", "engine", "test_", "compress", "model")
@@ -75,8 +50,6 @@ def pytest_collection_modifyitems(items):
         return next((i for i, start in enumerate(SLOW_FIRST) if name.startswith(start)), len(SLOW_FIRST))
 
     items.sort(key=turn)
-    import torch
-
     if not torch.cuda.is_available():
         skip_marked(items, "gpu", "needs a CUDA GPU")
     elif "PYTEST_XDIST_WORKER" in os.environ:
@@ -97,39 +70,12 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Run files that share the server of `serve/conftest.py` or the fork server of `train/running.py` on one worker.
-
-    A server takes 10 s of CPU time to start, a fork server 4 s.
-    """
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    @functools.cache
-    def group(file):
-        text = (config.rootpath / file).read_text()
-        if re.search("run_together|run_with_restarts|forkserver", text):
-            return "ranks"
-        in_serve = file.startswith("tests/serve/") and "def server(" not in text
-        return "server" if in_serve and re.search(r"^def \w+\(.*\bserver\b", text, re.M) else file
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            return group(super()._split_scope(nodeid))
-
-    return Scheduling(config, log)
-
-
 def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
     # Runs and engines unfreeze at their end; a later garbage collection would traverse a million objects of modules.
     gc.unfreeze = lambda: None
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and os.access(sys.prefix, os.W_OK):
-        IMPORTED.touch()
     if os.environ.get("TRITON_INTERPRET") and (interpreter := sys.modules.get("triton.runtime.interpreter")):
         speed_up(interpreter)
 
@@ -137,8 +83,6 @@ def pytest_collection_finish(session):
 @pytest.fixture(autouse=True)
 def sync_debug_mode_is_reset():
     """A test that makes synchronisation an error must not make it one for the tests after it."""
-    import torch
-
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")

@@ -214,10 +214,11 @@ def test_no_module_outside_the_families_folders_names_a_family():
 
 
 def test_every_family_has_both_of_its_sides():
-    from saccade.model.families import VISION_LANGUAGE
+    from saccade.model.families import TEXT, VISION_LANGUAGE
     from saccade.processor import families
 
     assert set(VISION_LANGUAGE) == set(families._FAMILIES)
+    assert set(TEXT) == set(families.TEXT_TYPES)
     for model_type in VISION_LANGUAGE:
         for package in ("model", "processor"):
             assert (ROOT / "saccade" / package / "families" / f"{model_type}.py").is_file()

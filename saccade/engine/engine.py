@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import FlushCaches
+from saccade.engine.frontend.adapters import with_slots
 from saccade.engine.frontend.batch import Conversation, Sampling, complete_all, conversations_of, sampling_of
 from saccade.engine.frontend.beam_search import BeamSearchParams, search_all
 from saccade.engine.frontend.core_client import Connect
@@ -36,6 +37,7 @@ from saccade.engine.start import RunningEngine, start
 from saccade.engine.transport.spawn import spare_core
 from saccade.errors import RequestError
 from saccade.processor import Processor
+from saccade.processor.families import vision_language_type
 from saccade.processor.image import MediaLimits
 from saccade.processor.tools import Tool
 
@@ -80,11 +82,8 @@ class Engine(RunningEngine):
         if tensor_parallel_size is not None:
             config = replace(config, tensor_parallel_size=tensor_parallel_size)
         with spare_core(str(device), is_needed=config.has_core_process) as spare:
-            from saccade.engine.load_core import with_slots
-            from saccade.model.families import family_of
-
             folder, config = Path(folder), with_slots(config, adapters or {})
-            family_of(folder)  # a model of another kind is refused before anything starts
+            vision_language_type(folder)  # a model of another kind is refused before anything starts
             processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
             return start(
                 folder,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import AddRequest
+from saccade.engine.frontend.adapters import with_slots
 from saccade.engine.frontend.core_client import Connect, CoreClient
 from saccade.engine.frontend.open_request import OpenRequest
 from saccade.engine.frontend.open_requests import OpenRequests
@@ -31,6 +32,7 @@ from saccade.engine.start import RunningEngine, start
 from saccade.engine.transport.spawn import spare_core
 from saccade.engine.transport.wire import SentRequest
 from saccade.errors import RequestError
+from saccade.processor.families import vision_language_type
 from saccade.processor.image import MediaLimits
 
 OnOutput = Callable[[RequestOutput], None]
@@ -80,11 +82,8 @@ class EngineHost(RunningEngine):
         """Load a checkpoint folder; the arguments are those of `Engine.load`."""
         config = config or EngineConfig()
         with spare_core(str(device), is_needed=config.has_core_process) as spare:
-            from saccade.engine.load_core import with_slots
-            from saccade.model.families import family_of
-
             folder, config = Path(folder), with_slots(config, adapters or {})
-            family_of(folder)  # a model of another kind is refused before anything starts
+            vision_language_type(folder)  # a model of another kind is refused before anything starts
             return start(
                 folder,
                 config,

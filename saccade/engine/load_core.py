@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from saccade.engine.core.grammar.grammars import Grammars
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale, Runner
-from saccade.errors import UserError
-from saccade.model.adapters import adapter_rank
 from saccade.model.families import load_model_config
 from saccade.model.tensor_parallel import check_divisible
 from saccade.processor import Processor
@@ -64,12 +59,3 @@ def load_grammars(folder: Path, processor: Processor) -> Grammars:
     grammars = Grammars(partial(GrammarCompiler, processor.tokenizer, eos_ids=processor.eos_ids, vocab_size=vocab_size))
     grammars.prepare()
     return grammars
-
-
-def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
-    """The configuration with a slot for each of these adapters, so that the core can load them."""
-    ranks = [config.max_adapter_rank]
-    for folder in adapters.values():
-        with contextlib.suppress(UserError):  # a broken one is refused later, alone
-            ranks.append(adapter_rank(folder))
-    return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))

@@ -20,12 +20,12 @@ from saccade.engine.frontend.adapters import Adapters
 from saccade.engine.frontend.core_client import Connect
 from saccade.engine.frontend.open_requests import OpenRequests
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor, default_num_workers
-from saccade.engine.transport.spawn import SpareCore
+from saccade.engine.transport.spawn import SpareCore, is_cpu
 from saccade.engine.transport.thread import CoreThread
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 
-if TYPE_CHECKING:  # the core's process imports torch at the same time as this one
+if TYPE_CHECKING:  # a front end without a GPU imports no torch
     import torch
 
 
@@ -130,8 +130,6 @@ def media_preprocessor(
     folder: Path, config: EngineConfig, limits: MediaLimits | None, device: str | torch.device
 ) -> Preprocessor:
     """Start the media workers of an engine or an encoder."""
-    from saccade.device import resolve_device
-
     return Preprocessor(
         folder,
         num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
@@ -140,7 +138,7 @@ def media_preprocessor(
         max_images=config.max_images_per_request,
         limits=limits,
         chat_template=config.chat_template,
-        patchifies_on_device=resolve_device(device).type == "cuda",
+        patchifies_on_device=not is_cpu(str(device)),
     )
 
 

@@ -22,11 +22,11 @@ import uvicorn
 
 from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
+from saccade.engine.frontend.adapters import with_slots
 from saccade.engine.frontend.preprocessing.preprocessor import default_num_workers
-from saccade.engine.load_core import with_slots
 from saccade.errors import ConfigError, UserError
-from saccade.model.families import family_of
 from saccade.processor import MediaLimits
+from saccade.processor.families import vision_language_type
 from saccade.serve.app import create_admin_app, create_app
 from saccade.serve.config import ServeConfig
 from saccade.serve.front import Front
@@ -66,7 +66,7 @@ def serve(
     `on_listening` is called with the URL, and with that of the admin routes if they are served. The model may still be
     loading.
     """
-    family_of(checkpoint)  # a wrong folder is an error before anything starts
+    vision_language_type(checkpoint)  # a wrong folder is an error before anything starts
     keys = None if config.api_keys is None else KeyRing(config.api_keys)
     engine_config, limits = with_media_workers(engine_config), limits or public_limits()
     remote_media = None

@@ -199,6 +199,7 @@ def test_a_video_of_as_many_frames_as_a_request_may_have_crosses_the_process(tmp
     with Engine.load(tmp_path / "checkpoint", device="cpu", config=config) as engine:
         prompt = engine.preprocess(messages)
         assert len(prompt.result(TIMEOUT_S).images) == num_frames // 2
+        engine.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=2))
         before = num_fds("self"), num_fds(engine.core_pid)
         completion = last_delta(engine, prompt, SamplingParams(max_tokens=2, ignore_eos=True)).result(60)
         after = num_fds("self"), num_fds(engine.core_pid)
@@ -348,9 +349,17 @@ def test_an_engine_closes_although_its_core_reads_no_messages(engine, monkeypatc
 # ------------------------------------------------------------------ a process that is started ahead
 
 
-def test_the_engine_and_the_server_are_imported_without_torch():
-    """The process of the core, which takes longest, starts first; both then import torch at the same time."""
-    code = "import sys; from saccade.engine import Engine; import saccade.serve.app; assert 'torch' not in sys.modules"
+def test_a_server_without_a_gpu_never_imports_torch(folder):
+    """Only its core does. That is 1 s of CPU time and 260 MB of memory in the process that answers HTTP."""
+    code = f"""if 1:
+        import sys
+        import saccade.serve.server
+        from saccade.engine import Engine, EngineConfig, SamplingParams
+        config = EngineConfig(core_process=True, num_workers=1, num_pages=200)
+        with Engine.load({str(folder)!r}, device="cpu", config=config) as engine:
+            engine.generate([[{{"role": "user", "content": "hello"}}]], SamplingParams(max_tokens=2))
+        assert "torch" not in sys.modules
+    """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -289,7 +289,7 @@ def test_pixel_settings_that_make_no_sense_are_refused(copy, changes):
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("config.json", {"model_type": []}, r"model_type '\[\]' is not a supported"),
+        ("config.json", {"model_type": []}, r"model_type '\[\]' is not supported"),
         ("config.json", {"vision_config": 3}, "vision_config is 3, not an object"),
         (
             "config.json", {"vision_config": {"tokens_per_second": "x"}},

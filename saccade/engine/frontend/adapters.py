@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import AddAdapter, RemoveAdapter
 from saccade.engine.frontend.open_requests import OpenRequests
-from saccade.errors import RequestError
+from saccade.errors import RequestError, UserError
 
 logger = logging.getLogger(__name__)
+
+
+def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
+    """The configuration with a slot for each of these adapters, so that the core can load them."""
+    if not adapters:
+        return config
+    from saccade.model.adapters import adapter_rank  # imports torch
+
+    ranks = [config.max_adapter_rank]
+    for folder in adapters.values():
+        with contextlib.suppress(UserError):  # a broken one is refused later, alone
+            ranks.append(adapter_rank(folder))
+    return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))
 
 
 class Adapters:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import (
     AddAdapter,
@@ -44,7 +43,7 @@ from saccade.engine.frames.plain import outputs_from_plain
 from saccade.engine.frames.prompts import decode_prompt, encode_prompt
 from saccade.engine.frames.shared_images import Place, SharedImages
 from saccade.engine.request import Failure, RequestOutput
-from saccade.engine.transport.spawn import SpawnedCore
+from saccade.engine.transport.spawn import SpawnedCore, is_cpu
 from saccade.engine.transport.thread import OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging
 from saccade.workers.messages import decode_error, encode_error
@@ -107,7 +106,7 @@ class CoreProcess:
         self._shared = SharedImages()
         self._is_closing = False
         self._statistics = Statistics()
-        spawned = spawn(resolve_device(device).type == "cpu")
+        spawned = spawn(is_cpu(device))
         self._process, self._connection = spawned.process, Connection(spawned.connection)
         try:
             ready = self._load(

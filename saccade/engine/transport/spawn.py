@@ -1,4 +1,4 @@
-"""Start the process of an engine core, before the caller has imported torch: both then import it at the same time.
+"""Start the process of an engine core, before the caller has imported anything else.
 
 The process waits for its setup (`process.py`).
 """
@@ -22,6 +22,11 @@ instead of 4, so that other processes can use the CPU.
 """
 _MAIN = "import gc; gc.disable(); from saccade.engine.transport.process import main; main()"
 """Program of the core process. Garbage collection is off until the core is loaded: it would slow down the imports."""
+
+
+_DEV = Path("/dev")
+_GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "nvhost-gpu", "nvmap")
+"""Files of GPUs: of NVIDIA and AMD, below Windows, and on small boards."""
 
 
 class SpawnedCore(NamedTuple):
@@ -84,8 +89,15 @@ def spare_core(device: str, *, is_needed: bool) -> Iterator[SpareCore]:
         spare.close()
 
 
+def is_cpu(device: str) -> bool:
+    """Whether a device is a CPU. Torch, which takes 2 s to import, is asked only if there may be a GPU."""
+    if _looks_like_cpu(device):
+        return True
+    from saccade.device import resolve_device
+
+    return resolve_device(device).type == "cpu"
+
+
 def _looks_like_cpu(device: str) -> bool:
-    """Whether a device is a CPU, as far as that is known without torch; `SpareCore.take` corrects a wrong guess."""
-    if device != "auto":
-        return device == "cpu"
-    return not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists()
+    """Whether a device is a CPU for certain, as far as that is known without torch."""
+    return device == "cpu" or (device == "auto" and not any(path for name in _GPU_FILES for path in _DEV.glob(name)))

@@ -11,6 +11,7 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import llama, llava_next, llava_onevision, qwen2, qwen2_5_vl, qwen2_vl, qwen3_vl
 from saccade.model.families.family import Family
+from saccade.processor.families import vision_language_type
 from saccade.processor.folder import read_config
 
 DEFAULT_FAMILY = qwen2_5_vl.FAMILY
@@ -31,17 +32,7 @@ def family_named(model_type: str) -> Family:
 
 def family_of(folder: str | Path) -> Family:
     """The family of a checkpoint folder, by the `model_type` of its `config.json`."""
-    model_type = str(read_config(Path(folder)).get("model_type"))
-    if model_type in VISION_LANGUAGE:
-        return VISION_LANGUAGE[model_type]
-    if model_type in TEXT:
-        raise CheckpointError(
-            f"{folder}: a text model (model_type {model_type}). "
-            f"Give it a vision tower: saccade init OUT --text {folder}"
-        )
-    raise CheckpointError(
-        f"{folder}: model_type {model_type!r} is not supported. Supported: {', '.join(VISION_LANGUAGE)}"
-    )
+    return VISION_LANGUAGE[vision_language_type(folder)]
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:

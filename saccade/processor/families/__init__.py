@@ -114,26 +114,35 @@ class VisionRules(Protocol):
 
 
 _FAMILIES: dict[str, Callable[[Path, Mapping[str, Any]], VisionRules]] = {
-    qwen2_vl.MODEL_TYPE: qwen2_vl.Rules.load,
     qwen2_5_vl.MODEL_TYPE: qwen2_5_vl.Rules.load,
+    qwen2_vl.MODEL_TYPE: qwen2_vl.Rules.load,
     qwen3_vl.MODEL_TYPE: qwen3_vl.Rules.load,
     llava_next.MODEL_TYPE: llava_next.Rules.load,
     llava_onevision.MODEL_TYPE: llava_onevision.Rules.load,
 }
+TEXT_TYPES = ("qwen2", "llama")
+"""Model types of text models, to which a vision tower can be added."""
+
+
+def vision_language_type(folder: str | Path) -> str:
+    """The `model_type` of the vision-language model in a checkpoint folder, by its `config.json`."""
+    model_type = str(read_config(Path(folder)).get("model_type"))
+    if model_type in _FAMILIES:
+        return model_type
+    if model_type in TEXT_TYPES:
+        raise CheckpointError(
+            f"{folder}: a text model (model_type {model_type}). "
+            f"Give it a vision tower: saccade init OUT --text {folder}"
+        )
+    raise CheckpointError(f"{folder}: model_type {model_type!r} is not supported. Supported: {', '.join(_FAMILIES)}")
 
 
 def load_rules(folder: str | Path) -> VisionRules:
     """The rules of a checkpoint folder, from its JSON files."""
     folder = Path(folder)
     config: dict[str, Any] = read_config(folder)
-    model_type = str(config.get("model_type"))
-    if model_type not in _FAMILIES:
-        raise CheckpointError(
-            f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model "
-            f"({', '.join(_FAMILIES)}). "
-            "Make one with saccade init"
-        )
+    rules = _FAMILIES[vision_language_type(folder)]
     for name in ("vision_config", "text_config"):
         if not isinstance(config.get(name), dict | None):
             raise CheckpointError(f"{folder}/config.json: {name} is {config[name]!r}, not an object")
-    return _FAMILIES[model_type](folder, config)
+    return rules(folder, config)
