@@ -3,10 +3,10 @@
     python -m bench.data_curate_scale rows FOLDER --samples 20e6      # feature rows without images: rules, duplicates
     python -m bench.data_curate_scale photos FOLDER --from photos/ --samples 50e3   # small photos, through all stages
     python -m bench.data_curate_scale run FOLDER [--kills]            # on two nodes of one CPU; prints a digest
-    python -m bench.data_curate_scale run FOLDER --local              # in this process, for comparison
+    python -m bench.data_curate_scale run FOLDER --local              # on this machine, for comparison
 
-With `--kills`, a worker is killed, then a node (another one joins), then the driver, which is started again; `--every`
-seconds apart. A run that was stopped from outside resumes, so that a long one can be divided.
+With `--kills`, workers, nodes (another one joins) and the driver (it is started again) are killed at the moments of
+`KILLS`, which are spread over all stages. A run that was stopped from outside resumes, so a long one can be divided.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -111,8 +112,8 @@ def _index_rows(sizes: np.ndarray[Any, Any], random: np.random.Generator) -> pa.
     return pa.table({name: values[name] for name in INDEX_SCHEMA.names}, schema=INDEX_SCHEMA)
 
 
-def make_photos(folder: Path, source: str, num_samples: int) -> None:
-    """Parts of photos at 96 pixels; every tenth is a copy of an earlier one: mirrored, or encoded again."""
+def make_photos(folder: Path, source: str, num_samples: int, side: int) -> None:
+    """Parts of photos, `side` pixels square; every tenth is a copy of an earlier one: mirrored, or encoded again."""
     random = np.random.default_rng(0)
     photos = [load(data) for data in read_photos(source)]
     recent: list[Image.Image] = []
@@ -123,9 +124,9 @@ def make_photos(folder: Path, source: str, num_samples: int) -> None:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if number % 20 == 9 else image
             else:
                 image = photos[int(random.integers(len(photos)))]
-                side = int(image.height * random.uniform(0.3, 0.6))
-                left, top = random.integers(0, image.width - side), random.integers(0, image.height - side)
-                image = image.resize((96, 96), box=(left, top, left + side, top + side))
+                cut = int(image.height * random.uniform(0.3, 0.6))
+                left, top = random.integers(0, image.width - cut), random.integers(0, image.height - cut)
+                image = image.resize((side, side), box=(left, top, left + cut, top + cut))
                 recent = [*recent[-999:], image]
             buffer = io.BytesIO()
             image.save(buffer, "JPEG", quality=int(random.integers(70, 95)))
@@ -140,14 +141,21 @@ def settings_of(folder: Path) -> CurationSettings:
     return CurationSettings(near_duplicate_images=has_images, keep_one_per="image")
 
 
-def curate_all(folder: Path, ray_address: str | None) -> None:
+def curate_all(folder: Path, ray_address: str | None, partitions: int | None) -> None:
     """What the driver does: all stages."""
     begin = time.perf_counter()
     is_rows = (folder / ROWS).exists()
     index = open_index(folder, check_files=not is_rows, num_workers=None, ray_address=ray_address)
     num_measured = 0 if is_rows else measure_features(index, ray_address=ray_address).num_shards
     measured = time.perf_counter() - begin
-    report = decide(index, settings_of(folder), num_workers=2, ray_address=ray_address, num_measured=num_measured)
+    report = decide(
+        index,
+        settings_of(folder),
+        num_workers=2,
+        ray_address=ray_address,
+        num_partitions=partitions,
+        num_measured=num_measured,
+    )
     print(
         json.dumps(
             {
@@ -177,7 +185,18 @@ def digest(folder: Path) -> str:
 # ------------------------------------------------------------------ a cluster
 
 
-def run(folder: Path, every: float, kills: bool, limit: float) -> None:
+KILLS = [
+    ("index", 0.05, "worker"),
+    ("features", 0.2, "worker"), ("features", 0.4, "node"), ("features", 0.6, "driver"),
+    ("rules", 0.3, "worker"), ("exact-firsts", 0.3, "node"),
+    ("near-image-views", 0.3, "worker"), ("near-image-pairs", 0.3, "node"), ("near-image-verify-0", 0.3, "driver"),
+    ("near-image-samples", 0.3, "worker"),
+    ("decisions", 0.1, "worker"), ("decisions", 0.2, "driver"), ("decisions", 0.4, "node"),
+]  # fmt: skip
+"""When something is killed: a stage, the share of its jobs that have ended, and what."""
+
+
+def run(folder: Path, kills: bool, partitions: int, limit: float) -> None:
     """Curate on two nodes, and kill."""
     from ray.cluster_utils import Cluster
 
@@ -186,36 +205,53 @@ def run(folder: Path, every: float, kills: bool, limit: float) -> None:
     peak = threading.Event(), [0.0, 0.0]
     threading.Thread(target=_watch, args=(*peak, folder), daemon=True).start()
     command = [sys.executable, "-m", "bench.data_curate_scale", "driver", str(folder), "--address", cluster.address]
+    command += ["--partitions", str(partitions)]
     begin = time.monotonic()
     driver = subprocess.Popen(command)
-    if kills:
-        for what in ("worker", "node", "driver"):
-            time.sleep(every)
-            if driver.poll() is not None:
-                print(f"finished before a {what} was killed: choose a smaller --every")
-                break
-            if what == "worker":
-                victims = [pid for pid, line in _processes() if "spawn_main" in line and _is_curating(pid)]
-                if victims:
-                    os.kill(victims[0], signal.SIGKILL)
-            elif what == "node":
-                raylet = second.all_processes["raylet"][0].process
-                os.kill(raylet.pid, signal.SIGKILL)
-                cluster.add_node(num_cpus=1, object_store_memory=200 * 2**20)
-            else:
-                os.kill(driver.pid, signal.SIGKILL)
-                driver.wait()
-                driver = subprocess.Popen(command)
-            print(f"{time.monotonic() - begin:.0f} s: killed a {what}", flush=True)
+    pending = [kill for kill in KILLS if _share_done(folder, kill[0], partitions) < kill[1]] if kills else []
+    if (folder / ROWS).exists():
+        pending = [kill for kill in pending if kill[0] in ("rules", "exact-firsts", "decisions")]
+    while pending and driver.poll() is None and time.monotonic() - begin < limit:
+        time.sleep(0.02)
+        due = next((kill for kill in pending if _share_done(folder, kill[0], partitions) >= kill[1]), None)
+        if due is None:
+            continue
+        stage, _, what = due
+        at = _share_done(folder, stage, partitions)
+        if what == "worker":
+            victims = [pid for pid, line in _processes() if "spawn_main" in line and _is_curating(pid)]
+            if not victims:  # between two stages
+                continue
+            os.kill(victims[0], signal.SIGKILL)
+        elif what == "node":
+            os.kill(second.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+            second = cluster.add_node(num_cpus=1, object_store_memory=200 * 2**20)
+        else:
+            os.kill(driver.pid, signal.SIGKILL)
+            driver.wait()
+            driver = subprocess.Popen(command)
+        pending.remove(due)
+        print(f"{time.monotonic() - begin:.0f} s: killed a {what} at {at:.0%} of {stage}", flush=True)
     try:
-        status = driver.wait(limit - (time.monotonic() - begin))
+        status = driver.wait(max(1.0, limit - (time.monotonic() - begin)))
         print(f"driver ended with {status} after {time.monotonic() - begin:.0f} s")
+        print(digest(folder))
     except subprocess.TimeoutExpired:
         driver.kill()
         print("not finished: run it again to resume")
+    print(f"not killed: {pending}" if pending else "all were killed" if kills else "nothing was killed")
     peak[0].set()
     print(f"largest worker {peak[1][0] / 1e9:.2f} GB, driver {peak[1][1] / 1e9:.2f} GB resident")
     cluster.shutdown()
+
+
+def _share_done(folder: Path, stage: str, partitions: int) -> float:
+    """How much of a stage has been finished: shards of the first two, parts of the others."""
+    if stage in ("index", "features"):
+        num_shards = sum(1 for _ in folder.glob("*.tar"))
+        done = folder / "index" if stage == "index" else folder / "index" / "features"
+        return sum(1 for _ in done.glob("*.parquet")) / num_shards if num_shards else 0.0
+    return sum(1 for _ in folder.glob(f"index/curation-*/done-{stage}/*.json")) / partitions
 
 
 def _is_curating(pid: int) -> bool:
@@ -258,24 +294,29 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=float, default=1e6)
     parser.add_argument("--from", dest="source", default="")
+    parser.add_argument("--side", type=int, default=96, help="of the photos' parts, pixels")
     parser.add_argument("--kills", action="store_true")
-    parser.add_argument("--every", type=float, default=30.0)
-    parser.add_argument("--limit", type=float, default=540.0)
+    parser.add_argument("--partitions", type=int, default=8, help="with 1 and --local, all jobs run in this process")
+    parser.add_argument("--limit", type=float, default=1400.0)
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--address")
     options = parser.parse_args()
     if options.command == "rows":
         make_rows(options.folder, int(options.samples))
     elif options.command == "photos":
-        make_photos(options.folder, options.source, int(options.samples))
+        make_photos(options.folder, options.source, int(options.samples), options.side)
     elif options.command == "driver" or options.local:
-        curate_all(options.folder, options.address)
+        curate_all(options.folder, options.address, options.partitions)
         if options.local:
             print(digest(options.folder))
+            peaks = (
+                resource.getrusage(who).ru_maxrss / 1e6 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+            )
+            print("at most {:.2f} GB resident in this process, {:.2f} GB in each worker".format(*peaks))
     elif options.command == "digest":
         print(digest(options.folder))
     else:
-        run(options.folder, options.every, options.kills, options.limit)
+        run(options.folder, options.kills, options.partitions, options.limit)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,18 @@ def mirror(image: Image.Image, random: np.random.Generator) -> Image.Image:
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
+def turn(degrees: float) -> Edit:
+    """Turned to the left; what a small turn leaves empty is cut off."""
+
+    def edit(image: Image.Image, random: np.random.Generator) -> Image.Image:
+        if degrees % 90 == 0:
+            return image.rotate(degrees, expand=True)
+        share = float(np.tan(np.radians(degrees))) / 2
+        return crop(share, True)(image.rotate(degrees, Image.Resampling.BICUBIC), random)
+
+    return edit
+
+
 EDITS: dict[str, Edit] = {
     "resized": resize,
     "crop 1 % of each side": crop(0.01, True),
@@ -94,6 +106,11 @@ EDITS: dict[str, Edit] = {
     "mirrored, crop 2.5 %, resized": lambda image, random: resize(
         mirror(crop(0.0125, False)(image, random), random), random
     ),
+    "turned by 90 degrees": turn(90),
+    "turned by 180 degrees": turn(180),
+    "turned by 90 degrees, crop 2.5 %": lambda image, random: turn(90)(crop(0.0125, False)(image, random), random),
+    "turned by 1 degree": turn(1),
+    "turned by 3 degrees": turn(3),
 }
 """Every copy is encoded again as JPEG of quality 60-90."""
 

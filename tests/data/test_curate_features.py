@@ -80,6 +80,22 @@ def test_copies_have_similar_vectors_and_other_pictures_do_not_match():
     assert same_picture(first[:0], second[:0], COPY).tolist() == []
 
 
+@pytest.mark.parametrize("quarters", range(4))
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_copies_in_any_orientation_have_similar_vectors_and_match(quarters, is_mirrored):
+    pictures = [make_picture(160, 120, seed) for seed in range(60)]
+    turned = [picture.rotate(90 * quarters, expand=True) for picture in pictures]
+    if is_mirrored:
+        turned = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in turned]
+    originals = thumbnails(np.stack([small(encode(picture, "JPEG", quality=90)) for picture in pictures]))
+    copies = thumbnails(np.stack([small(encode(picture, "JPEG", quality=60)) for picture in turned]))
+    home, views = view_vectors(originals)[:, 0].astype(int), view_vectors(copies).astype(int)
+    assert np.mean(np.einsum("nvd,nd->nv", views, home).max(1) > MIN_SIMILARITY * 127**2) > 0.98
+    for tolerance in (COPY, SHOWN):
+        assert same_picture(originals, copies, tolerance).mean() > 0.98
+        assert not same_picture(originals[:-1], copies[1:], tolerance).any()
+
+
 def test_descriptors_are_unit_vectors_and_those_of_flat_pictures_match_nothing():
     pictures = np.stack([small(encode(make_picture(96, 96, seed), "PNG")) for seed in range(10)])
     pictures[0] = 200

@@ -1,6 +1,9 @@
 """Curation by partitions: the same decisions for any number of them, exact leaders, and resumption of every stage."""
 
+import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -96,6 +99,37 @@ def test_a_curation_that_was_stopped_after_any_job_resumes_and_decides_the_same(
         except KeyboardInterrupt:
             continue
     monkeypatch.undo()
+    assert decisions(tmp_path / "set") == decided
+
+
+FULL = """
+import resource, sys
+from saccade.data.curate import CurationSettings
+from saccade.data.curate.pipeline import decide
+from saccade.data.index import open_index
+from saccade.errors import DataError
+sys.dont_write_bytecode = True  # it would be cut off, and stay
+index = open_index(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write beyond fails, as on a full disk
+try:
+    decide(index, CurationSettings(near_duplicate_texts=True, **eval(sys.argv[2])), num_workers=1, num_partitions=3)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_stops_a_curation_with_one_line_and_with_space_it_resumes(tmp_path, measured):
+    folder, _, decided = measured
+    shutil.copytree(folder, tmp_path / "set")
+    shutil.rmtree(tmp_path / "set" / "index" / "decisions")
+    settings = repr({"min_side": RULES.min_side, "max_images_per_text": RULES.max_images_per_text})
+    command = [sys.executable, "-c", FULL, str(tmp_path / "set"), settings]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"near-image-seen/\S+: cannot be written: File too large. Free space", run.stdout), run.stdout
+    stages = [path.name for path in (tmp_path / "set" / "index").glob("curation-*/done-*")]
+    assert {"done-rules", "done-exact-firsts"} <= set(stages), "finished stages are kept"
+    decide(open_index(tmp_path / "set"), RULES, num_workers=1, num_partitions=3)
     assert decisions(tmp_path / "set") == decided
 
 

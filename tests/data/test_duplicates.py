@@ -241,12 +241,17 @@ EDITS = {
     "crop 2.5 %": cropped(0.025),
     "crop 5 %": cropped(0.05),
     "mirrored": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    "turned left": lambda image: image.transpose(Image.Transpose.ROTATE_90),
+    "upside down": lambda image: image.transpose(Image.Transpose.ROTATE_180),
     "brighter 5 %": lambda image: image.point(lambda value: min(255, round(1.05 * value))),
     "darker 10 %": lambda image: image.point(lambda value: round(0.9 * value)),
     "grey": lambda image: image.convert("L").convert("RGB"),
     "logo": with_logo,
     "mirrored, crop 2.5 %": lambda image: cropped(0.0125)(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
 }
+
+TURNED = {"turned left", "upside down"}
+"""Edits that only curation searches for."""
 
 
 def test_edited_copies_are_found_by_contamination_and_by_curation(tmp_path):
@@ -265,6 +270,8 @@ def test_edited_copies_are_found_by_contamination_and_by_curation(tmp_path):
     assert all(copy.partition("-")[0] == original for copy, original in pairs), "nothing but copies"
     found = {copy for copy, _ in pairs}
     for number, edit in enumerate(EDITS):
+        if edit in TURNED:
+            continue
         assert sum(f"{n}-{number}" in found for n in range(len(pictures))) >= 11, edit
 
     dropped = curated(tmp_path / "train", copies + others)
@@ -397,4 +404,6 @@ def test_edited_copies_of_real_photos_are_found(tmp_path):
     assert all(copy.partition("-")[0] == original for copy, original in pairs)
     found = {copy for copy, _ in pairs}
     for number, edit in enumerate(EDITS):
+        if edit in TURNED:
+            continue
         assert sum(f"{n}-{number}" in found for n in range(60)) >= least.get(edit, 58), edit

@@ -104,6 +104,22 @@ def test_curation_writes_next_to_remote_shards_for_every_machine(tmp_path, bucke
     assert (here.num_kept, here.dropped) == (report.num_kept, report.dropped)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [503, "reset"])
+def test_a_store_that_fails_every_seventh_request_costs_a_curation_time_and_nothing_else(
+    tmp_path, bucket, s3_port, monkeypatch, kind
+):
+    url, _, _ = bucket
+    here = curate(tmp_path / "set", CurationSettings(min_side=60), num_workers=1)
+    with proxy_to(s3_port, kind, every=7) as (endpoint, faults):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        index = open_index(url, config=config(tmp_path, "one"), num_workers=1, index_folder=f"{url}/index")
+        measure_features(index, num_workers=1)
+        report = decide(index, CurationSettings(min_side=60), num_workers=1, num_partitions=2)
+        assert faults.num_faults > 50
+    assert (here.num_kept, here.dropped) == (report.num_kept, report.dropped)
+
+
 def test_columns_of_another_list_of_shards_are_not_used(tmp_path):
     folder = make_shards(tmp_path / "set", 3, 2)
     entries = list(open_index(folder).entries)

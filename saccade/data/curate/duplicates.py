@@ -1,7 +1,7 @@
 """Find samples that repeat a better one, by stages over partitions (`partitions.py`, `exchange.py`).
 
     exact           the same image bytes, in the same order
-    near, by image  the same images resized, encoded again, cropped, mirrored, brighter or grey (`image_match.COPY`)
+    near, by image  the same images resized, encoded again, cropped, mirrored, turned, brighter, grey (`image_match`)
     near, by text   a Jaccard similarity of the texts above the threshold
 
 Each drops all samples but the best. What repeats a captioned image is a setting (`keep_one_per`); samples with

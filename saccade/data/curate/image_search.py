@@ -4,11 +4,11 @@
     cluster    ->  products of the probing vectors with those at home  ->  pairs above `MIN_SIMILARITY`
 
 A vector is 63 low DCT coefficients, fine ones weighted up, and two of brightness, which compare images that are flat.
-The views are the whole image, parts of it as a crop may leave them, and most of these of its mirror image: of two
-copies, a view of one is close to the whole of the other. An image is at home in one cluster and looks for copies in
-those nearest to each of its views, so a pair is found from either side. With the number of images grows the number of
-clusters, not their size: a larger set has more images that are no copies, and costs no recall until these are closer
-than the copy is.
+The views are the whole image and parts of it as a crop may leave them: of two copies, a view of one is close to the
+whole of the other. The coefficients of a view choose one of eight orientations, so mirrored and turned copies need no
+views of their own. An image is at home in one cluster and looks for copies in those nearest to each of its views, so a
+pair is found from either side. With the number of images grows the number of clusters, not their size: a larger set has
+more images that are no copies, and costs no recall until these are closer than the copy is.
 
 Vectors are integers and their products exact, so which pairs are found does not depend on how the work is divided.
 `image_match.py` decides on the pairs.
@@ -46,6 +46,7 @@ _SCALE = 127
 _FLAT = 100.0
 """Length of the weighted coefficients of an image with little structure."""
 _LOW = 8
+_ACROSS, _DOWN = 2, _LOW + 1  # columns of the lowest coefficients along the two axes
 _MAX_BRANCHES = 512
 _ITERATIONS = 6
 _SAMPLES_PER_CLUSTER = 4
@@ -55,12 +56,47 @@ _PART = 2**10  # vectors that are assigned to clusters at a time
 
 
 def view_vectors(thumbnails: NDArray[np.uint8]) -> Vectors:
-    """[n, 13, 65] vectors of the views of [n, 1152] thumbnails; the first is the whole image."""
+    """[n, 13, 65] vectors of the views of [n, 1152] thumbnails; the first is the whole image.
+
+    Each view is in the orientation that its lowest coefficients choose, so the vectors of a mirrored or turned copy are
+    the same. The choice can be close, so most views are also there in the second orientation.
+    """
     luma, _ = split_thumbnails(thumbnails)
-    found = [_vectors(luma, rows, columns) for rows, columns in _views()]
-    mirrored = luma[:, :, ::-1]
-    found += [_vectors(mirrored, rows, columns) for rows, columns in _views()[: NUM_VIEWS - len(_views())]]
-    return np.stack(found, 1)
+    vectors = np.stack([_vectors(luma, rows, columns) for rows, columns in _views()], 1)
+    first, second = _orientations(vectors)
+    num = NUM_VIEWS - len(_views())
+    return np.concatenate([_turned(vectors, first), _turned(vectors[:, :num], second[:, :num])], 1)
+
+
+def _orientations(vectors: Vectors) -> tuple[Ints, Ints]:
+    """[...]: the orientation in which a view is brighter at the left and at the top, and more so at the left.
+
+    It is a number of three bits: mirrored, upside down, transposed after that. The second orientation differs in the
+    bit whose decision is closest.
+    """
+    across, down = (vectors[..., at].astype(np.int64) for at in (_ACROSS, _DOWN))
+    margins = np.stack([np.abs(across), np.abs(down), np.abs(np.abs(across) - np.abs(down))])
+    first = (across < 0) + 2 * (down < 0) + 4 * (np.abs(down) > np.abs(across))
+    return first, first ^ (1 << margins.argmin(0))
+
+
+def _turned(vectors: Vectors, orientations: Ints) -> Vectors:
+    """Vectors [..., 65] of views in these orientations."""
+    columns, signs = _turns()
+    return np.take_along_axis(vectors, columns[orientations], -1) * signs[orientations]
+
+
+@functools.cache
+def _turns() -> tuple[Ints, Vectors]:
+    """[8, 65]: the columns and signs of a vector in each orientation."""
+    row, column = np.divmod(np.arange(1, _LOW * _LOW), _LOW)
+    columns, signs = np.tile(np.arange(DIMS), (8, 1)), np.ones((8, DIMS), np.int8)
+    for number in range(8):
+        is_mirrored, is_upside_down, is_transposed = number & 1, number >> 1 & 1, number >> 2
+        of_row, of_column = (column, row) if is_transposed else (row, column)
+        columns[number, 2:] = of_row * _LOW + of_column + 1
+        signs[number, 2:] = 1 - 2 * ((is_mirrored * of_column + is_upside_down * of_row) % 2)
+    return columns, signs
 
 
 def _vectors(luma: Floats, rows: Floats, columns: Floats) -> Vectors:

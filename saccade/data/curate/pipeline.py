@@ -45,7 +45,7 @@ from saccade.data.storage import is_remote
 from saccade.errors import DataError
 
 logger = logging.getLogger(__name__)
-_VERSION = 1
+_VERSION = 2
 """Raised when a stage finds something else: what an earlier version left is not used then."""
 
 

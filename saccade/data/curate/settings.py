@@ -76,8 +76,8 @@ class CurationSettings:
     exact_duplicates: bool = True
     """Whether only the best of samples with the same image bytes is kept; see `keep_one_per`."""
     near_duplicate_images: bool = True
-    """Whether only the best of samples with the same image is kept: resized, re-encoded, cropped, mirrored, brighter,
-    grey."""
+    """Whether only the best of samples with the same image is kept: resized, re-encoded, cropped, mirrored, turned by
+    quarter turns, brighter, grey."""
     keep_one_per: Literal["image", "file and text", "image and text"] = "file and text"
     """Which captioned images are duplicates. "image": the same image, whatever the caption. "file and text": the same
     bytes and the same caption, or a near-duplicate image whatever its caption; data with one caption per row keeps all
