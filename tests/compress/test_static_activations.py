@@ -9,9 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from model.hugging_face import CONVERSATIONS, ORACLES, Oracle, make_checkpoint
 from safetensors.torch import load_file
 
@@ -58,6 +55,10 @@ def stored_tensors(folder):
 
 
 def test_a_layer_computes_what_the_package_computes_with_its_own_rounding(folder):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
     [group] = config.config_groups.values()
     assert not group.input_activations.symmetric
