@@ -3,9 +3,10 @@
     PYTHONPATH=. python -m bench.fleet_routers --workload image-groups [--seed 0] [--slowdown 10]
 
 Every deployment has three replicas that take the time of `H200_8B`, slowed down so that Ray's own time and that of a
-busy machine stay small, and gets the same requests at the same times from the same two fronts. All deployments run at
-once, so that they share whatever disturbs the machine. Times are printed as measured and divided by the slowdown; the
-simulator gets the same arrivals and costs, and its oracle is the peer of the hit rates.
+busy machine stay small, and gets the same requests at the same times from the same two fronts. Ours gets them as the
+replicas of a fleet do (`ReplicaSet`, a connection for each replica), the others through handles of Ray Serve. All
+deployments run at once, so that they share whatever disturbs the machine. Times are printed as measured and divided by
+the slowdown; the simulator gets the same arrivals and costs, and its oracle is the peer of the hit rates.
 """
 
 import argparse
@@ -26,14 +27,17 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from bench.paced_replicas import Answer, Front, PacedReplica, Prompt
+from bench.paced_engine import message_of, slower
+from bench.paced_replicas import Answer, Asked, Front, PacedEngineReplica, PacedReplica, Prompt
 from saccade.config import load_config
-from saccade.fleet.config import FleetConfig
-from saccade.fleet.costs import CostModel
+from saccade.engine import EngineConfig
+from saccade.fleet.cluster.names import ENGINE
+from saccade.fleet.config import FleetConfig, VersionConfig
+from saccade.fleet.describe import ExpectedLength, routed
 from saccade.fleet.replicas import REPORT_S, Replica
 from saccade.fleet.routing import RoutingPolicy
 from saccade.fleet.simulate import simulate
-from saccade.fleet.workloads import Arrival, chat, image_groups, simulated_replicas
+from saccade.fleet.workloads import PATCHES_PER_TOKEN, VERSION, Arrival, chat, image_groups, simulated_replicas
 
 OURS = "expected-finish"
 _LLM = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
@@ -59,28 +63,26 @@ WORKLOADS: dict[str, tuple[float, int, Callable[[float, int, int], Iterator[Arri
 """Requests per second before the slowdown, number of requests, and the workload."""
 
 
-def prompts_of(workload: str, arrivals: Sequence[Arrival]) -> list[Prompt]:
+def asked_of(workload: str, arrivals: Sequence[Arrival]) -> list[Asked]:
     """Requests with their texts, four characters per token; what requests share as tokens they share as text."""
-    prompts = []
-    for _, request in arrivals:
+    made = []
+    for time_s, request in arrivals:
         session = request.images[0].key.decode().split()[0]
-        tokens = request.prompt_tokens - sum(image.patches // 4 for image in request.images)
+        tokens = request.prompt_tokens - sum(image.patches // PATCHES_PER_TOKEN for image in request.images)
         shared = 1000 if workload == "image-groups" else 512
         parts = ((session, shared), (request.id, tokens - shared))
         if workload == "chat":
             parts = (("system", shared), (session, tokens - shared))
         text = "".join(_text(f"{workload} {key}", 4 * length) for key, length in parts)
-        prompts.append(Prompt(prompt=text, session=session, request=request))
-    return prompts
+        message = message_of(request)
+        described = routed(message.request, VERSION, ExpectedLength())
+        described = replace(described, output_tokens=request.output_tokens)
+        made.append(Asked(time_s, Prompt(prompt=text, session=session, request=described), message))
+    return made
 
 
 def _text(key: str, length: int) -> str:
     return "".join(random.Random(key).choices("abcdefghijklmnopqrstuvwxyz ", k=length))
-
-
-def slower(costs: CostModel, slowdown: float) -> CostModel:
-    """All times of a cost model, multiplied."""
-    return replace(costs, **{name: slowdown * value for name, value in vars(costs).items()})
 
 
 def run(workload: str, seed: int, slowdown: float) -> dict[str, Any]:
@@ -90,7 +92,9 @@ def run(workload: str, seed: int, slowdown: float) -> dict[str, Any]:
     [original] = simulated_replicas(load_config(FleetConfig, Path("examples/fleet.toml")).models[0], 1)
     sizes = {name: int(CACHE_SHARE * getattr(original, name)) for name in ("cached_patches", "cached_tokens")}
     replica = replace(original, **sizes)
-    answers = _measure(workload, arrivals, replica, seed, slowdown)
+    asked = asked_of(workload, arrivals)
+    arrivals = [Arrival(one.due, one.prompt.request) for one in asked]
+    answers = _measure(asked, replica, seed, slowdown)
     record: dict[str, Any] = {"workload": workload, "seed": seed, "slowdown": slowdown}
     record["measured"] = {app: figures(found, slowdown) for app, found in answers.items()}
     replicas = [replace(replica, name=f"replica {number}") for number in range(NUM_REPLICAS)]
@@ -104,11 +108,11 @@ def run(workload: str, seed: int, slowdown: float) -> dict[str, Any]:
     return record
 
 
-def _measure(
-    workload: str, arrivals: Sequence[Arrival], replica: Replica, seed: int, slowdown: float
-) -> dict[str, list[Answer]]:
+def _measure(asked: Sequence[Asked], replica: Replica, seed: int, slowdown: float) -> dict[str, list[Answer]]:
     """Start all deployments, send the requests from two fronts, and return the answers by router."""
     replica = replace(replica, costs=slower(replica.costs, slowdown))
+    policy = RoutingPolicy()
+    policy = replace(policy, load_floor_s=slowdown * policy.load_floor_s, tie_s=slowdown * policy.tie_s)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives processes of the machine precedence over its own
     folder = tempfile.mkdtemp(prefix="paced-", dir="/tmp")
     ray.init(
@@ -118,21 +122,13 @@ def _measure(
     try:
         serve.start(proxy_location="Disabled")
         for app, router in ROUTERS.items():
-            deployment = serve.deployment(
-                num_replicas=NUM_REPLICAS, max_ongoing_requests=10_000, request_router_config=router,
-                ray_actor_options={"num_cpus": 0.01}, graceful_shutdown_timeout_s=0.1,
-            )(PacedReplica)  # fmt: skip
-            serve.run(deployment.bind(replica), name=app, route_prefix=None)
-        policy = RoutingPolicy()
-        policy = replace(policy, load_floor_s=slowdown * policy.load_floor_s, tie_s=slowdown * policy.tie_s)
+            _deploy(app, router, replica, slowdown)
         actor: Any = ray.remote(num_cpus=0.01)(Front)
-        fronts = [
-            actor.remote(number, tuple(ROUTERS), OURS, policy, slowdown * REPORT_S) for number in range(NUM_FRONTS)
-        ]
-        ray.get([front.prepare.remote(replica, NUM_REPLICAS) for front in fronts])
+        fronts = [actor.remote(number, tuple(ROUTERS), OURS, VERSION, policy) for number in range(NUM_FRONTS)]
+        ray.get([front.prepare.remote(NUM_REPLICAS) for front in fronts])
         draw, shares = random.Random(seed), [[] for _ in fronts]
-        for arrival, prompt in zip(arrivals, prompts_of(workload, arrivals), strict=True):
-            draw.choice(shares).append((slowdown * arrival.time, prompt))
+        for one in asked:
+            draw.choice(shares).append(one._replace(due=slowdown * one.due))
         begin = time.monotonic() + 2
         found = ray.get([front.run.remote(share, begin) for front, share in zip(fronts, shares, strict=True)])
         return {app: [answer for one in found for answer in one[app]] for app in ROUTERS}
@@ -142,21 +138,39 @@ def _measure(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _deploy(app: str, router: RequestRouterConfig, replica: Replica, slowdown: float) -> None:
+    """Start the replicas of a router."""
+    deployment = serve.deployment(
+        name=ENGINE if app == OURS else "PacedReplica", num_replicas=NUM_REPLICAS, max_ongoing_requests=10_000,
+        request_router_config=router, ray_actor_options={"num_cpus": 0.01}, graceful_shutdown_timeout_s=0.1,
+    )  # fmt: skip
+    if app == OURS:
+        engine = EngineConfig(encoder_cache_tokens=replica.cached_patches // PATCHES_PER_TOKEN)
+        version = VersionConfig(
+            name=VERSION, checkpoint="paced", traffic=100, gpus_per_replica=0, engine=engine, costs=replica.costs
+        )
+        bound = deployment(PacedEngineReplica).bind(version, replica, slowdown * REPORT_S)
+    else:
+        bound = deployment(PacedReplica).bind(replica)
+    serve.run(bound, name=app, route_prefix=None)
+
+
 def figures(answers: Sequence[Answer], slowdown: float) -> dict[str, float]:
     """Hit rate, load and latencies of one router; times are divided by the slowdown."""
     waits = np.array([answer.first_token - answer.due for answer in answers]) / slowdown
     loads: dict[str, float] = {}
     for answer in answers:
-        loads[answer.replica] = loads.get(answer.replica, 0.0) + answer.last_token_s
+        loads[answer.replica] = loads.get(answer.replica, 0.0) + answer.timing.last_token_s
     images = sum(len(answer.request.images) for answer in answers)
+    on_the_way = [answer.first_token - answer.due - answer.timing.first_token_s for answer in answers]
     span = (max(answer.ended for answer in answers) - min(answer.due for answer in answers)) / slowdown
     return {
-        "hits": sum(answer.resident_images for answer in answers) / images,
+        "hits": sum(answer.timing.resident_images for answer in answers) / images,
         "load": max(loads.values()) / (sum(loads.values()) / NUM_REPLICAS),
         "p50_ms": 1e3 * float(np.percentile(waits, 50)),
         "p90_ms": 1e3 * float(np.percentile(waits, 90)),
         "tokens_s": sum(answer.request.output_tokens for answer in answers) / span,
-        "transport_ms": 1e3 * float(np.median([one.first_token - one.due - one.first_token_s for one in answers])),
+        "transport_ms": 1e3 * float(np.median(on_the_way)),
     }
 
 

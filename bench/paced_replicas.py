@@ -1,23 +1,36 @@
-"""Replicas on Ray Serve with the time of a cost model, and fronts that send requests to them: `bench.fleet_routers`.
+"""Replicas on Ray Serve with the time of a cost model, and fronts that send requests to them: `bench.fleet_routers`
+and `bench.fleet_step`.
 
-A replica runs `SimulatedEngine` in real time: the work of a request takes as long as the cost model says, however busy
-the machine is; only messages are delayed.
+Our deployment has the parts of a fleet: `ReplicaSet` and its connections in a front, `ReplicaServer` and
+`ReplicaService` in a replica. Ray's routers choose for calls through handles of Ray Serve.
 """
 
 import asyncio
-import contextlib
+import math
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ray import serve
 
+from bench.paced_engine import PacedEngine, PacedHost, Timing, timing_of
+from saccade.engine.core.messages import AddRequest
+from saccade.engine.request import RequestOutput
+from saccade.fleet.cluster.names import ENGINE
+from saccade.fleet.cluster.ray_calls import RayCalls
+from saccade.fleet.cluster.replica_server import ReplicaServer
+from saccade.fleet.cluster.replica_service import ReplicaService
+from saccade.fleet.cluster.replica_set import ReplicaSet
 from saccade.fleet.cluster.running_replicas import watch
-from saccade.fleet.replicas import Image, Replica, ReplicaStatistics, RoutedRequest
-from saccade.fleet.routing import Router, RoutingPolicy
-from saccade.fleet.simulated_engine import Progress, SimulatedEngine
+from saccade.fleet.config import VersionConfig
+from saccade.fleet.continuation import RetryBudget
+from saccade.fleet.poison import PoisonList
+from saccade.fleet.replicas import Replica, RoutedRequest
+from saccade.fleet.routing import RoutingPolicy
+from saccade.fleet.simulated_engine import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +45,13 @@ class Prompt:
     """What it costs."""
 
 
-class Reply(NamedTuple):
-    """A first or last token."""
+class Asked(NamedTuple):
+    """A request, and when it is due after the beginning."""
 
-    replica: str
-    """Name of the replica."""
-    load: ReplicaStatistics
-    """Its load."""
-    engine_s: float
-    """Seconds since the request came there."""
-    resident_images: int
-    """Images that were not encoded."""
+    due: float
+    prompt: Prompt
+    message: AddRequest
+    """The same request for a fleet."""
 
 
 class Answer(NamedTuple):
@@ -58,160 +67,139 @@ class Answer(NamedTuple):
     """Time at which the front had the first token."""
     ended: float
     """Time at which the front had the last token."""
-    first_token_s: float
-    """Seconds on the engine until the first token."""
-    last_token_s: float
-    """Seconds on the engine until the last."""
-    resident_images: int
-    """Images that were not encoded."""
+    timing: Timing
+    """Times on the engine."""
 
 
-class PacedEngine:
-    """A simulated engine that works in real time. Work is never late; what it delivers is, if the process is busy."""
-
-    def __init__(self, replica: Replica, deliver: Callable[[Progress], None]) -> None:
-        self.engine, self._deliver = SimulatedEngine(replica), deliver
-        self._timer: asyncio.TimerHandle | None = None
-
-    def accept(self, request: RoutedRequest) -> None:
-        """Begin a request now."""
-        self.catch_up()
-        self.engine.accept(Progress(request, self.engine.now))
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """Do the work that is due, and wake up for the next event."""
-        now = time.monotonic()
-        while (when := self.engine.next_event()) <= now:
-            self._advance(when)
-        self._advance(now)
-        if self._timer is not None:
-            self._timer.cancel()
-        if (when := self.engine.next_event()) < float("inf"):
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self.catch_up)
-
-    def _advance(self, when: float) -> None:
-        for progress in self.engine.advance(max(when, self.engine.now)):
-            self._deliver(progress)
+_UNKNOWN = Timing(math.nan, math.nan, 0)
+"""Times of a request whose replica has been stopped."""
 
 
 class PacedReplica:
-    """The Ray deployment: answers with two messages, one at the first token and one at the last."""
+    """The deployment of Ray's routers: answers with two messages, at the first token and at the last."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, load_s: float = 0.0) -> None:
+        """Be ready after `load_s` seconds."""
+        time.sleep(load_s)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._paced = PacedEngine(replace(replica, name=self._name), self._reply)
-        self._replies: dict[str, asyncio.Queue[Reply]] = {}
-        self._news: dict[int, deque[ReplicaStatistics]] = {}
-        self._changed: dict[int, asyncio.Event] = {}
+        self._paced = PacedEngine(replica, self._reply)
+        self._replies: dict[str, asyncio.Queue[Progress]] = {}
 
     async def name(self) -> str:
         """Name of the replica."""
         return self._name
 
-    async def answer(self, prompt: Prompt, replica: str | None = None) -> AsyncIterator[Reply]:
-        """Compute a request. `replica` is for the router."""
-        del replica
+    async def answer(self, prompt: Prompt) -> AsyncIterator[tuple[str, Timing | None]]:
+        """Compute a request. Each message has the name of the replica, the last one the times."""
         replies = self._replies[prompt.request.id] = asyncio.Queue()
         self._paced.accept(prompt.request)
-        for changed in self._changed.values():
-            changed.set()
-        yield await replies.get()
-        yield await replies.get()
+        await replies.get()
+        yield self._name, None
+        yield self._name, timing_of(await replies.get())
         del self._replies[prompt.request.id]
 
-    async def report(self, front: int, replica: str, wait_s: float) -> ReplicaStatistics:
-        """Load, and what became resident since the last report to this front; now if a request has come since."""
-        del replica
-        changed = self._changed.setdefault(front, asyncio.Event())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await changed.wait()
-        changed.clear()
-        self._paced.catch_up()
-        latest = self._paced.engine.statistics()
-        self._news.setdefault(front, deque(maxlen=16))
-        for news in self._news.values():
-            news.append(latest)
-        unread = [*self._news[front]]
-        self._news[front].clear()
-        images: tuple[Image, ...] = tuple(image for one in unread for image in one.images)
-        return replace(latest, images=images, prefixes=tuple(key for one in unread for key in one.prefixes))
-
     def _reply(self, progress: Progress) -> None:
-        load = self._paced.engine.load()
-        reply = Reply(self._name, load, load.as_of - progress.arrived, progress.resident_images)
-        self._replies[progress.request.id].put_nowait(reply)
+        self._replies[progress.request.id].put_nowait(progress)
+
+
+class PacedEngineReplica:
+    """The deployment of our router: an `EngineReplica` whose engine is paced."""
+
+    def __init__(self, version: VersionConfig, replica: Replica, report_s: float, load_s: float = 0.0) -> None:
+        """Be ready after `load_s` seconds."""
+        time.sleep(load_s)
+        name = serve.get_replica_context().replica_id.unique_id
+        self._host = PacedHost(replica)
+        self._service = ReplicaService(name, version, self._host, report_s=report_s)  # type: ignore[arg-type]
+        self._server = ReplicaServer(self._service, "127.0.0.1")
+
+    async def channel(self, front: str, replica: str) -> AsyncIterator[bytes]:
+        """Address at which a front connects."""
+        yield self._server.address().to_bytes()
+        await self._service.hold(front)
+
+    async def wake(self, replica: None) -> None:
+        """Answer a call by which a front begins to follow the replicas."""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Load of this replica; Ray passes it to the scaling policy."""
+        return self._service.scaling_load()
+
+    async def timings(self, replica: str) -> dict[str, Timing]:
+        """Times of the requests that have ended, by the id that they have here."""
+        return self._host.timings
 
 
 class Front:
-    """An actor that sends its share of the requests to every deployment at the same times.
+    """An actor that sends its share of the requests to every deployment at the same times."""
 
-    The deployment `OURS` gets the choices of a `Router` of this front; the others are chosen by Ray.
-    """
+    def __init__(self, number: int, apps: Sequence[str], ours: str, version: str, policy: RoutingPolicy) -> None:
+        self._name, self._ours = f"front {number}", ours
+        self._handles = {app: serve.get_deployment_handle("PacedReplica", app) for app in apps if app != ours}
+        self._calls = RayCalls(self._name, ours)
+        self._make_set = partial(ReplicaSet, version, self._name, self._calls, policy=policy)
+        self._times: defaultdict[str, list[float]] = defaultdict(list)
+        self._ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    def __init__(self, number: int, apps: Sequence[str], ours: str, policy: RoutingPolicy, report_s: float) -> None:
-        self._number, self._ours, self._report_s = number, ours, report_s
-        self._handles = {app: serve.get_deployment_handle("PacedReplica", app) for app in apps}
-        self._router = Router(policy)
-        self._names: set[str] = set()
-
-    async def prepare(self, replica: Replica, num_replicas: int) -> None:
-        """Find the replicas, and connect to all of them."""
-        watch((self._ours, "PacedReplica"), lambda names: self._names.update(names))
-        for app, handle in self._handles.items():
+    async def prepare(self, num_replicas: int) -> None:
+        """Connect to all replicas."""
+        for handle in self._handles.values():
             found: set[str] = set()
-            while app != self._ours and len(found) < num_replicas:
+            while len(found) < num_replicas:
                 found.add(await handle.name.remote())
-        handle = self._handles[self._ours]
-        await handle.name.remote()
-        while len(self._names) < num_replicas:
+        loop = asyncio.get_running_loop()
+        self._set = self._make_set(poison=PoisonList(time.monotonic), budget=RetryBudget())
+        self._set.on_outputs_of_front = self._take
+        watch((self._ours, ENGINE), lambda names: loop.call_soon_threadsafe(self._set.set_replicas, names))
+        self._calls.wake()
+        while self._set.num_ready < num_replicas:
             await asyncio.sleep(0.1)
-        for name in sorted(self._names):
-            self._router.add(replace(replica, name=name))
-            await handle.report.remote(front=self._number, replica=name, wait_s=0.0)
 
-    async def run(self, prompts: Sequence[tuple[float, Prompt]], begin: float) -> dict[str, list[Answer]]:
+    async def run(self, asked: Sequence[Asked], begin: float) -> dict[str, list[Answer]]:
         """Send requests at their times after `begin`; returns the answers by deployment."""
-        polls = [asyncio.create_task(self._poll(name)) for name in self._names]
-        apps = [app for app in self._handles for _ in prompts]
-        answers = await asyncio.gather(
-            *(self._ask(app, prompt, begin + when) for app in self._handles for when, prompt in prompts)
+        apps = [app for app in self._handles for _ in asked]
+        ours, answers = await asyncio.gather(
+            self._ask_ours(asked, begin),
+            asyncio.gather(*(self._ask(app, one, begin) for app in self._handles for one in asked)),
         )
-        for poll in polls:
-            poll.cancel()
-        found: dict[str, list[Answer]] = defaultdict(list)
+        found: defaultdict[str, list[Answer]] = defaultdict(list, {self._ours: ours})
         for app, answer in zip(apps, answers, strict=True):
             found[app].append(answer)
         return dict(found)
 
-    async def _ask(self, app: str, prompt: Prompt, due: float) -> Answer:
+    async def _ask(self, app: str, one: Asked, begin: float) -> Answer:
+        """Have Ray choose a replica."""
+        due, times, name, timing = begin + one.due, [], "", None
         await asyncio.sleep(due - time.monotonic())
-        handle = self._handles[app].options(stream=True, session_id=prompt.session)
-        if app != self._ours:
-            return await self._receive(handle.answer.remote(prompt), prompt, due)
-        choice = self._router.choose(prompt.request, time.monotonic())
-        assert choice is not None, "paced replicas are always ready"
-        answer = await self._receive(handle.answer.remote(prompt, replica=choice.replica), prompt, due, self._update)
-        self._router.finish(prompt.request.id, time.monotonic())
-        return answer
-
-    async def _receive(
-        self, stream: Any, prompt: Prompt, due: float, callback: Callable[[Reply], None] | None = None
-    ) -> Answer:
-        times, engine_s = [], []
-        async for reply in stream:
+        handle = self._handles[app].options(stream=True, session_id=one.prompt.session)
+        async for name, timing in handle.answer.remote(one.prompt):  # noqa: B007
             times.append(time.monotonic())
-            engine_s.append(reply.engine_s)
-            if callback is not None:
-                callback(reply)
-        return Answer(reply.replica, prompt.request, due, *times, *engine_s, reply.resident_images)
+        assert timing is not None, "the last message has the times"
+        return Answer(name, one.prompt.request, due, *times, timing)
 
-    def _update(self, reply: Reply) -> None:
-        self._router.update(reply.replica, reply.load)
+    async def _ask_ours(self, asked: Sequence[Asked], begin: float) -> list[Answer]:
+        replicas = await asyncio.gather(*(self._send(one, begin) for one in asked))
+        handle: Any = serve.get_deployment_handle(ENGINE, self._ours)
+        timings: dict[str, Timing] = {}
+        for name in set(replicas):
+            timings |= await handle.timings.remote(replica=name)
+        return [
+            Answer(name, one.prompt.request, begin + one.due, *self._times[one.prompt.request.id],
+                   timings.get(f"{self._name}/{one.prompt.request.id}/0", _UNKNOWN))
+            for one, name in zip(asked, replicas, strict=True)
+        ]  # fmt: skip
 
-    async def _poll(self, name: str) -> None:
-        while True:
-            handle = self._handles[self._ours]
-            report = await handle.report.remote(front=self._number, replica=name, wait_s=self._report_s)
-            self._router.update(name, report)
+    async def _send(self, one: Asked, begin: float) -> str:
+        """Send a request as a fleet's front does, and wait for its end. Returns the name of the replica."""
+        await asyncio.sleep(begin + one.due - time.monotonic())
+        self._set.send(one.message)
+        request_id = one.prompt.request.id
+        await self._ended[request_id].wait()
+        return self._set.take_replicas(request_id)[-1]
+
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.failure is None, output.failure
+            self._times[output.request_id].append(time.monotonic())
+            if output.finish_reason is not None:
+                self._ended[output.request_id].set()

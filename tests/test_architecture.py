@@ -139,6 +139,7 @@ def test_every_kernel_has_a_reference_a_test_and_a_bench():
         assert (ROOT / "bench" / "kernels" / f"{path.stem}.py").exists(), f"{path.stem} has no bench"
 
 
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # in Ray
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
 def test_what_a_benchmark_imports_from_the_package_exists(path):
     """Benchmarks run on a GPU machine only, so a renamed function would be noticed late."""

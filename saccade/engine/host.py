@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,20 +46,6 @@ _DIFFERS = Failure(
 
 if TYPE_CHECKING:  # the core's process imports torch at the same time as this one
     import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueuedWork:
-    """Work that is accepted and not computed yet, estimated from the requests without output.
-
-    Such a request counts with its whole prompt, also where pages of it are cached. Each image counts once, unless a
-    request with output has it too.
-    """
-
-    num_queued_patches: int
-    """Patches of images."""
-    num_queued_tokens: int
-    """Tokens of prompts, and output tokens that are known already."""
 
 
 class EngineHost(RunningEngine):
@@ -145,21 +131,6 @@ class EngineHost(RunningEngine):
         """Requests that have not ended."""
         return self._requests.num_open
 
-    def queued(self) -> QueuedWork:
-        """Work that is accepted and not computed yet."""
-        waiting, computed = [], set()
-        for opened in self._requests.all():
-            assert isinstance(opened, _HostedRequest), "a host opens no other requests"
-            if opened.has_output:
-                computed |= {span.key for span in opened.request.images}
-            else:
-                waiting.append(opened.request)
-        images = {span.key: span.num_patches for request in waiting for span in request.images}
-        return QueuedWork(
-            num_queued_patches=sum(patches for key, patches in images.items() if key not in computed),
-            num_queued_tokens=sum(len(request.token_ids) + len(request.output_ids) for request in waiting),
-        )
-
 
 class _HostedRequest(OpenRequest):
     """A request whose outputs are passed on as they are."""
@@ -182,8 +153,6 @@ class _HostedRequest(OpenRequest):
             on_end=on_end,
         )
         self.request = request
-        self.has_output = False
-        """Whether it has output tokens, so that its prompt is computed."""
         self._on_output = on_output
 
     def _message(self, prompt: TokenPrompt) -> AddRequest | Failure:
@@ -205,7 +174,6 @@ class _HostedRequest(OpenRequest):
         return AddRequest(request=request, prompt=prompt)
 
     def _process(self, output: RequestOutput) -> None:
-        self.has_output = self.has_output or bool(output.token_ids)
         if output.finish_reason is not None:
             self._set_ended()
         self._on_output(output)

@@ -3,7 +3,7 @@
     config.py      FLEET.toml: models, versions, traffic, pools
     probes.py      fixed questions that a version answers before it gets traffic
     routing.py     which replica answers a request: `Router`
-                   (replicas.py, costs.py, residency.py and rendezvous.py are its parts)
+                   (replicas.py, costs.py, residency.py, expected_work.py and rendezvous.py are its parts)
     simulate.py    that policy over simulated engines, next to simpler ones
                    (simulated_engine.py and workloads.py are its parts)
     rollout.py     a new version gets more users step by step, or is rolled back by a sequential test

@@ -11,7 +11,9 @@ PREFIX_BLOCK = 256
 """Tokens of a prompt per key in `RoutedRequest.prefix`."""
 
 REPORT_S = 0.1
-"""Seconds between two reports of a replica: what fronts know of each other's requests is so old."""
+"""Seconds between two reports of a replica."""
+LEAST_REPORT_S = 0.01
+"""Seconds between two reports at least, where requests come: what fronts know of each other's requests is so old."""
 
 ReplicaState = Literal["ready", "draining", "unhealthy"]
 
@@ -82,6 +84,8 @@ class ReplicaStatistics:
     """Seconds of encoder and prompt work that it has accepted and not done."""
     num_running: int
     """Requests that it has accepted and not ended."""
+    accepted: tuple[str, ...] = ()
+    """Ids of the requests that it has accepted since the last report, which its load has."""
     images: tuple[Image, ...] = ()
     """Images it made resident since the last report, least recently used first; at most a few dozen."""
     prefixes: tuple[bytes, ...] = ()

@@ -2,19 +2,26 @@
 
 Knowledge comes from requests that were sent to a replica and from keys that it reports. It may be wrong; the replica
 then computes what it was expected to have. Like the cache itself, it forgets the least recently used keys above a
-capacity.
+capacity. A set of replicas is an integer with a bit for each, so that sets are compared and united at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-NONE = np.empty(0, np.intp)
-"""No replicas."""
+
+@lru_cache(maxsize=4096)
+def replicas_in(members: int) -> NDArray[np.intp]:
+    """The replicas of a set."""
+    data = members.to_bytes((members.bit_length() + 7) // 8, "little")
+    found = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").nonzero()[0]
+    found.flags.writeable = False
+    return found
 
 
 class Residency:
@@ -24,8 +31,7 @@ class Residency:
         self._keys: dict[int, OrderedDict[bytes, int]] = {}
         self._used: dict[int, int] = {}
         self._capacity: dict[int, int] = {}
-        self._holders: dict[bytes, list[int]] = {}
-        self._arrays: dict[bytes, NDArray[np.intp]] = {}
+        self._holders: dict[bytes, int] = {}
 
     def add_replica(self, replica: int, capacity: int) -> None:
         """Add an empty cache. The capacity has the unit of the sizes given to `touch`."""
@@ -37,24 +43,26 @@ class Residency:
             self._remove_holder(key, replica)
         del self._used[replica], self._capacity[replica]
 
-    def holders(self, key: bytes) -> NDArray[np.intp]:
-        """Replicas that probably have the key."""
-        found = self._arrays.get(key)
-        if found is None:
-            if key not in self._holders:
-                return NONE
-            found = self._arrays[key] = np.array(self._holders[key], np.intp)
-        return found
+    def holders(self, key: bytes) -> int:
+        """The set of replicas that probably have the key."""
+        return self._holders.get(key, 0)
 
-    def counts_along(self, chain: Sequence[bytes]) -> list[int]:
-        """Number of replicas that have each key of a chain, up to the first key that none has."""
-        counts: list[int] = []
-        for key in chain:
-            holders = self._holders.get(key)
-            if holders is None:
+    def holders_along(self, chain: Sequence[bytes]) -> list[tuple[int, int]]:
+        """How long a beginning of the chain is held, and by which replicas, for each such length.
+
+        Whoever has a key of a chain has those before it: a chain whose first and last keys have the same holders is
+        not read.
+        """
+        runs: list[tuple[int, int]] = []
+        last = self.holders(chain[-1]) if chain else 0
+        for number, key in enumerate(chain):
+            holders = self.holders(key)
+            if holders == last or not holders:
                 break
-            counts.append(len(holders))
-        return counts
+            if runs and runs[-1][1] == holders:
+                runs.pop()
+            runs.append((number + 1, holders))
+        return [*runs, (len(chain), last)] if last else runs
 
     def has(self, replica: int, key: bytes) -> bool:
         """Whether a replica probably has the key."""
@@ -64,9 +72,9 @@ class Residency:
         """`touch` each key, in order."""
         known = self._keys[replica]
         for key in keys:
-            if key in known:
+            try:
                 known.move_to_end(key)
-            else:
+            except KeyError:
                 self.touch(replica, key, size)
 
     def touch(self, replica: int, key: bytes, size: int) -> None:
@@ -77,16 +85,14 @@ class Residency:
             return
         keys[key] = size
         self._used[replica] += size
-        self._holders.setdefault(key, []).append(replica)
-        self._arrays.pop(key, None)
+        self._holders[key] = self._holders.get(key, 0) | 1 << replica
         while self._used[replica] > self._capacity[replica]:
             oldest, freed = keys.popitem(last=False)
             self._used[replica] -= freed
             self._remove_holder(oldest, replica)
 
     def _remove_holder(self, key: bytes, replica: int) -> None:
-        self._arrays.pop(key, None)
-        holders = self._holders[key]
-        holders.remove(replica)
-        if not holders:
+        if holders := self._holders[key] & ~(1 << replica):
+            self._holders[key] = holders
+        else:
             del self._holders[key]

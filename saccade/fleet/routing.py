@@ -2,9 +2,9 @@
 
     expected finish = queued work + encoder work of images that are not resident + uncached prompt tokens + decode
 
-Each term is a vector over all replicas: a decision takes the same few array operations for three replicas and for a
-thousand. Images and prefixes that replicas have lower their terms (`residency.py`). Two rules hold affinity and load
-together:
+The sum is a vector over all replicas, first as if no replica had anything: a decision takes the same few array
+operations for three replicas and for a thousand. Then the few replicas that have images or a prefix of the request are
+corrected (`residency.py`). Two rules hold affinity and load together:
 
 - A replica whose queue is longer than `load_bound` times the mean is not chosen, whatever it has. A hot image
   therefore becomes resident on a second replica instead of filling the queue of one.
@@ -12,14 +12,13 @@ together:
   prefix, its key is hashed, so that fronts which do not know of each other choose the same home; otherwise the id of
   the request is hashed, so that requests spread.
 
-A front adds each choice to the queue of its replica at once (a reservation), since statistics of the replica are
-older. The time is a parameter; this module reads no clock.
+A front adds each choice to the queue of its replica at once (a reservation), until a report of the replica says that
+it has accepted the request. The time is a parameter; this module reads no clock.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,10 +27,7 @@ from numpy.typing import NDArray
 
 from saccade.fleet.rendezvous import digest, ranks
 from saccade.fleet.replicas import PREFIX_BLOCK, Image, Replica, ReplicaState, ReplicaStatistics, RoutedRequest
-from saccade.fleet.residency import NONE, Residency
-
-_MAX_EVENTS = 1024
-"""Reservations and endings of a replica that are remembered between two of its statistics."""
+from saccade.fleet.residency import Residency, replicas_in
 
 Floats = NDArray[np.float64]
 
@@ -47,12 +43,10 @@ class RoutingPolicy:
     work_price: float = 4.0
     """Seconds that one second of work counts: it delays the requests after it too, so repeating work costs more
     than the request's own time."""
-    home_share: float = 0.25
+    home_share: float = 0.05
     """Share of the work that a request may wait longer on the home of its image or prefix, while no replica has it."""
     tie_s: float = 0.002
     """Expected finishes that differ by no more than this are equal."""
-    transit_s: float = 0.05
-    """Seconds that a request takes to a replica: statistics older than a choice plus this do not have it yet."""
 
 
 class Choice(NamedTuple):
@@ -77,12 +71,26 @@ class _Open(NamedTuple):
     """1 / their number for each of them, 0 for the others."""
 
 
-class _Event(NamedTuple):
-    """A change of a replica's load that its next statistics may not have."""
+class _Reservation(NamedTuple):
+    """A request that its replica has not reported as accepted."""
 
     time: float
     work_s: float
-    num_requests: int
+
+
+class _Saved(NamedTuple):
+    """What some replicas have of a request: a set of replicas as bits, and work that they need not do."""
+
+    replicas: int
+    patches: int
+    tokens: int
+
+
+class _Work(NamedTuple):
+    """The work of a request on a replica, and what it need not encode."""
+
+    seconds: float
+    resident_patches: int
 
 
 class Router:
@@ -95,12 +103,14 @@ class Router:
         self._states: list[ReplicaState] = []
         self._slot_of_request: dict[str, int] = {}
         self._num_running: list[int] = []
-        self._events: list[deque[_Event]] = []
+        self._reserved: list[dict[str, _Reservation]] = []
         self._images, self._prefixes = Residency(), Residency()
         self._open: dict[tuple[str, str | None], _Open | None] = {}
         self._digests = np.empty(0, np.uint64)
         self._free_at = np.empty(0)
-        self._patch_s, self._token_s, self._request_s, self._step_s = (np.empty(0) for _ in range(4))
+        self._request_s = np.empty(0)
+        self._speeds = np.empty((0, 3))
+        """A row for each replica: seconds per patch, per prompt token and per output token of a new request."""
 
     # ------------------------------------------------------------------ replicas
 
@@ -110,7 +120,7 @@ class Router:
         slot = self._free_slot()
         self._slots[replica.name] = slot
         self._replicas[slot], self._states[slot], self._num_running[slot] = replica, "ready", 0
-        self._events[slot] = deque(maxlen=_MAX_EVENTS)
+        self._reserved[slot] = {}
         self._images.add_replica(slot, replica.cached_patches)
         self._prefixes.add_replica(slot, replica.cached_tokens)
         self._digests[slot] = digest(replica.name.encode())
@@ -122,6 +132,7 @@ class Router:
         """Remove a replica. Returns the requests in progress there, which can be chosen for again."""
         slot = self._slots.pop(name)
         self._replicas[slot] = None
+        self._reserved[slot].clear()
         self._images.remove_replica(slot)
         self._prefixes.remove_replica(slot)
         self._open.clear()
@@ -138,16 +149,16 @@ class Router:
             self._open.clear()
 
     def update(self, name: str, statistics: ReplicaStatistics) -> None:
-        """Replace the load of a replica by its own statistics, and add what they do not have yet."""
+        """Replace the load of a replica by its own statistics, and add the requests that these do not have yet."""
         slot = self._slots[name]
         self.set_state(name, statistics.state)
-        events = self._events[slot]
-        while events and events[0].time <= statistics.as_of - self.policy.transit_s:
-            events.popleft()
+        reserved = self._reserved[slot]
+        for request_id in statistics.accepted:
+            reserved.pop(request_id, None)
         self._free_at[slot] = statistics.as_of + statistics.queued_s
-        self._num_running[slot] = max(0, statistics.num_running + sum(event.num_requests for event in events))
-        for event in events:
-            self._queue(slot, event.work_s, event.time)
+        self._num_running[slot] = statistics.num_running + len(reserved)
+        for reservation in reserved.values():
+            self._queue(slot, reservation.work_s, reservation.time)
         if statistics.costs is not None and (replica := self._replicas[slot]) is not None:
             self._replicas[slot] = replace(replica, costs=statistics.costs)
         self._set_speed(slot)
@@ -171,31 +182,28 @@ class Router:
         candidates = self._candidates(request.version, request.adapter)
         if candidates is None:
             return None
-        patches, tokens = self._missing(request)
-        work = self._patch_s * patches  # in place from here on: a new array costs as much as the arithmetic
-        work += self._token_s * tokens
         wait = self._free_at - now
         np.maximum(wait, 0.0, out=wait)
-        cost = self.policy.work_price * work
-        cost += wait
-        cost += self._step_s * request.output_tokens
+        saved = self._saved(request)
+        cost = self._costs(request, wait, saved)
         cost += candidates.penalty
         longest = self.policy.load_bound * float(wait @ candidates.share) + self.policy.load_floor_s
-        cost[wait > longest] = np.inf
-        slot = self._settle_ties(request, cost, work)
+        if wait[cost.argmin()] > longest:
+            cost[wait > longest] = np.inf
+        slot, work = self._settle_ties(request, cost, saved)
         replica = self._replicas[slot]
         assert replica is not None, "a removed replica is no candidate"
-        self._reserve(request, slot, float(self._request_s[slot] + work[slot]), now)
-        ready_s = float(wait[slot] + self._request_s[slot] + work[slot])
-        resident = sum(image.patches for image in request.images) - int(patches[slot])
-        finish_s = ready_s + float(self._step_s[slot]) * request.output_tokens
-        return Choice(replica.name, ready_s, finish_s, resident)
+        work_s = float(self._request_s[slot]) + work.seconds
+        ready_s = float(wait[slot]) + work_s
+        self._reserve(request, slot, work_s, now)
+        finish_s = ready_s + float(self._speeds[slot, 2]) * request.output_tokens
+        return Choice(replica.name, ready_s, finish_s, work.resident_patches)
 
-    def finish(self, request_id: str, now: float) -> None:
+    def finish(self, request_id: str) -> None:
         """Note that a request ended, or was cancelled. Unknown ids are those of a removed replica."""
         slot = self._slot_of_request.pop(request_id, None)
         if slot is not None:
-            self._events[slot].append(_Event(now, 0.0, -1))
+            self._reserved[slot].pop(request_id, None)
             self._num_running[slot] = max(0, self._num_running[slot] - 1)
             self._set_speed(slot)
 
@@ -215,30 +223,52 @@ class Router:
             return False
         return adapter is None or adapter in replica.adapters
 
-    def _missing(self, request: RoutedRequest) -> tuple[Floats, Floats]:
-        """Patches and prompt tokens of the request that each replica would compute."""
-        prefix, counts = request.prefix, self._prefixes.counts_along(request.prefix)
-        tokens = np.full(len(self._replicas), float(request.prompt_tokens))
-        for depth, (count, deeper) in enumerate(itertools.pairwise([*counts, 0]), start=1):
-            if count != deeper:  # otherwise the same replicas have more
-                tokens[self._prefixes.holders(prefix[depth - 1])] = request.prompt_tokens - depth * PREFIX_BLOCK
-        patches = np.full(len(self._replicas), float(sum([image.patches for image in request.images])))
-        for image in request.images:
-            block = image.last_block
-            pages = self._prefixes.holders(prefix[block]) if block < len(counts) else NONE
-            patches[_union(self._images.holders(image.key), pages)] -= image.patches
-        return patches, tokens
+    def _costs(self, request: RoutedRequest, wait: Floats, saved: Sequence[_Saved]) -> Floats:
+        """Expected finish on each replica, with work at its price."""
+        price = self.policy.work_price
+        factors = (price * _num_patches(request), price * request.prompt_tokens, request.output_tokens)
+        cost: Floats = self._speeds @ np.array(factors, np.float64)
+        cost += wait  # in place: a new array costs as much as the arithmetic
+        for one in saved:
+            slots = replicas_in(one.replicas)
+            cost[slots] -= self._speeds[slots] @ np.array((price * one.patches, price * one.tokens, 0.0))
+        return cost
 
-    def _settle_ties(self, request: RoutedRequest, cost: Floats, work: Floats) -> int:
+    def _saved(self, request: RoutedRequest) -> list[_Saved]:
+        """Patches and prompt tokens that replicas need not compute. A replica that is named twice saves both."""
+        runs = self._prefixes.holders_along(request.prefix)
+        patches: dict[int, int] = {}
+        for image in request.images:
+            if holders := self._images.holders(image.key) | _holders_beyond(runs, image.last_block):
+                patches[holders] = patches.get(holders, 0) + image.patches
+        saved, longer = [], 0
+        for length, holders in reversed(runs):
+            if only := holders & ~longer:
+                saved.append(_Saved(only, patches.pop(only, 0), length * PREFIX_BLOCK))
+                longer |= only
+        saved += [_Saved(holders, count, 0) for holders, count in patches.items()]
+        return saved
+
+    def _work(self, request: RoutedRequest, slot: int, saved: Sequence[_Saved]) -> _Work:
+        """The work of a request on one replica."""
+        here = [one for one in saved if one.replicas >> slot & 1]
+        resident = sum([one.patches for one in here])
+        patches, tokens = _num_patches(request) - resident, request.prompt_tokens - sum([one.tokens for one in here])
+        patch_s, token_s, _ = self._speeds[slot].tolist()
+        return _Work(patch_s * patches + token_s * tokens, resident)
+
+    def _settle_ties(self, request: RoutedRequest, cost: Floats, saved: Sequence[_Saved]) -> tuple[int, _Work]:
         """The slot of least cost; of several that are nearly equal, the one that rendezvous hashing ranks first."""
         best = int(cost.argmin())
-        limit = float(cost[best]) + max(self.policy.tie_s, self.policy.home_share * float(work[best]))
-        if len(near := (cost <= limit).nonzero()[0]) == 1:
-            return best
+        work, least = self._work(request, best, saved), float(cost[best])
+        near = (cost <= least + max(self.policy.tie_s, self.policy.home_share * work.seconds)).nonzero()[0]
+        if len(near) == 1:
+            return best, work
         key = self._first_missing(request, best)
         if key is None:
-            key, near = request.id.encode(), (cost <= cost[best] + self.policy.tie_s).nonzero()[0]
-        return int(near[ranks(key, self._digests[near]).argmax()])
+            key, near = request.id.encode(), near[cost[near] <= least + self.policy.tie_s]
+        slot = int(near[ranks(key, self._digests[near]).argmax()])
+        return slot, self._work(request, slot, saved)
 
     def _first_missing(self, request: RoutedRequest, slot: int) -> bytes | None:
         """Key of the first image, or without images of the first prefix block, that a replica does not have."""
@@ -255,7 +285,7 @@ class Router:
     def _reserve(self, request: RoutedRequest, slot: int, work_s: float, now: float) -> None:
         """Add a request to the load of its replica, and what it brings to the caches."""
         self._slot_of_request[request.id] = slot
-        self._events[slot].append(_Event(now, work_s, 1))
+        self._reserved[slot][request.id] = _Reservation(now, work_s)
         self._num_running[slot] += 1
         self._queue(slot, work_s, now)
         self._set_speed(slot)
@@ -276,10 +306,10 @@ class Router:
         self._replicas.append(None)
         self._states.append("ready")
         self._num_running.append(0)
-        self._events.append(deque())
+        self._reserved.append({})
         self._digests = np.append(self._digests, np.uint64(0))
-        for name in ("_free_at", "_patch_s", "_token_s", "_request_s", "_step_s"):
-            setattr(self, name, np.append(getattr(self, name), 0.0))
+        self._free_at, self._request_s = np.append(self._free_at, 0.0), np.append(self._request_s, 0.0)
+        self._speeds = np.append(self._speeds, np.zeros((1, 3)), axis=0)
         return len(self._replicas) - 1
 
     def _set_speed(self, slot: int) -> None:
@@ -287,13 +317,17 @@ class Router:
         replica, num_running = self._replicas[slot], self._num_running[slot]
         assert replica is not None, "a removed replica has no speed"
         costs, share = replica.costs, replica.costs.prompt_share(num_running)
-        self._patch_s[slot], self._token_s[slot] = costs.patch_s / share, costs.token_s / share
+        self._speeds[slot] = costs.patch_s / share, costs.token_s / share, costs.decode_step_s(num_running + 1)
         self._request_s[slot] = costs.request_s / share
-        self._step_s[slot] = costs.decode_step_s(num_running + 1)
 
 
-def _union(first: NDArray[np.intp], second: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Elements of two short arrays, each once."""
-    if not len(first) or not len(second):
-        return first if len(first) else second
-    return np.array(list({*first.tolist(), *second.tolist()}), np.intp)
+def _holders_beyond(runs: Sequence[tuple[int, int]], block: int) -> int:
+    """The replicas that have more blocks than so many."""
+    for length, holders in runs:
+        if length > block:
+            return holders
+    return 0
+
+
+def _num_patches(request: RoutedRequest) -> int:
+    return sum([image.patches for image in request.images])

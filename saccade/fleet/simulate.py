@@ -3,7 +3,8 @@
     for policy in POLICIES: result = simulate(arrivals, replicas, policy, num_fronts=4)
 
 Events are arrivals, the next event of each engine, and reports of statistics. Requests come to a random front. A front
-knows its own requests at once, the load of a replica from each first and last token of them, and the rest from reports.
+knows its own requests at once, and the rest from the reports of each replica: one every `REPORT_S`, and one after each
+request, but not sooner than `LEAST_REPORT_S` after the last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from saccade.fleet.replicas import REPORT_S, Replica, ReplicaStatistics, RoutedRequest
+from saccade.fleet.replicas import LEAST_REPORT_S, REPORT_S, Replica, ReplicaStatistics, RoutedRequest
 from saccade.fleet.routing import Router
 from saccade.fleet.simulated_encoders import SimulatedEncoders
 from saccade.fleet.simulated_engine import Progress, SimulatedEngine
@@ -32,8 +33,7 @@ class _Policy(Protocol):
     """What the simulation asks of a policy."""
 
     def choose(self, request: RoutedRequest, now: float) -> str: ...
-    def finish(self, request: RoutedRequest, now: float) -> None: ...
-    def reply(self, request: RoutedRequest, name: str, load: ReplicaStatistics) -> None: ...
+    def finish(self, request: RoutedRequest) -> None: ...
     def update(self, name: str, statistics: ReplicaStatistics) -> None: ...
 
 
@@ -49,8 +49,7 @@ class _RoundRobin:
         del request, now
         return next(self._rng.choice(self._fronts))
 
-    def finish(self, request: RoutedRequest, now: float) -> None: ...
-    def reply(self, request: RoutedRequest, name: str, load: ReplicaStatistics) -> None: ...
+    def finish(self, request: RoutedRequest) -> None: ...
     def update(self, name: str, statistics: ReplicaStatistics) -> None: ...
 
 
@@ -69,11 +68,9 @@ class _PowerOfTwo:
         self._running[name] += 1
         return name
 
-    def finish(self, request: RoutedRequest, now: float) -> None:
-        del now
+    def finish(self, request: RoutedRequest) -> None:
         self._running[self._where.pop(request.id)] -= 1
 
-    def reply(self, request: RoutedRequest, name: str, load: ReplicaStatistics) -> None: ...
     def update(self, name: str, statistics: ReplicaStatistics) -> None: ...
 
 
@@ -93,11 +90,8 @@ class _Fronts:
         assert choice is not None, "simulated replicas are always ready"
         return choice.replica
 
-    def finish(self, request: RoutedRequest, now: float) -> None:
-        self._where.pop(request.id).finish(request.id, now)
-
-    def reply(self, request: RoutedRequest, name: str, load: ReplicaStatistics) -> None:
-        self._where[request.id].update(name, load)
+    def finish(self, request: RoutedRequest) -> None:
+        self._where.pop(request.id).finish(request.id)
 
     def update(self, name: str, statistics: ReplicaStatistics) -> None:
         for router in self._routers:
@@ -167,7 +161,9 @@ class _Run:
         self._engines = {replica.name: SimulatedEngine(replica, self._encoders) for replica in replicas}
         self._wake: list[tuple[float, str]] = []  # an entry that is not the engine's next event is out of date
         self._next = dict.fromkeys(names, float("inf"))
-        self._reports = [(REPORT_S * number / len(names), name) for number, name in enumerate(names)]
+        self._report_at = {name: REPORT_S * number / len(names) for number, name in enumerate(names)}
+        self._reported_at = dict.fromkeys(names, float("-inf"))
+        self._reports = sorted((when, name) for name, when in self._report_at.items())  # likewise
         self._ended: list[Progress] = []
         self._decisions: list[float] = []
 
@@ -180,6 +176,7 @@ class _Run:
         self._advance(name, arrival.time)
         engine.accept(Progress(arrival.request, arrival.time))
         self._schedule(name)
+        self._report_at_latest(name, max(arrival.time, self._reported_at[name] + LEAST_REPORT_S))
 
     def until(self, time: float) -> None:
         """Run events in order up to a time; to infinity: until every request has ended."""
@@ -195,9 +192,8 @@ class _Run:
     def _advance(self, name: str, now: float) -> None:
         engine = self._engines[name]
         for progress in engine.advance(now):
-            self._policy.reply(progress.request, name, engine.load())
             if progress.end:
-                self._policy.finish(progress.request, now)
+                self._policy.finish(progress.request)
                 self._ended.append(progress)
         if self._name == "oracle":
             self._policy.update(name, engine.statistics())
@@ -207,13 +203,20 @@ class _Run:
         if when < float("inf"):
             heapq.heappush(self._wake, (when, name))
 
+    def _report_at_latest(self, name: str, when: float) -> None:
+        if self._name == "expected-finish" and when < self._report_at[name]:
+            self._report_at[name] = when
+            heapq.heappush(self._reports, (when, name))
+
     def _report_until(self, time: float) -> None:
         while self._name == "expected-finish" and self._reports[0][0] <= time:
             when, name = heapq.heappop(self._reports)
-            self._advance(name, when)
-            self._schedule(name)
-            self._policy.update(name, self._engines[name].statistics())
-            heapq.heappush(self._reports, (when + REPORT_S, name))
+            if when == self._report_at[name]:
+                self._advance(name, when)
+                self._schedule(name)
+                self._policy.update(name, self._engines[name].statistics())
+                self._reported_at[name], self._report_at[name] = when, float("inf")
+                self._report_at_latest(name, when + REPORT_S)
 
     def result(self) -> SimulationResult:
         """Figures of the requests that ended."""

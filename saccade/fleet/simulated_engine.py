@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from saccade.fleet.replicas import PREFIX_BLOCK, Image, Replica, ReplicaStatistics, RoutedRequest
 from saccade.fleet.residency import Residency
 from saccade.fleet.simulated_encoders import SimulatedEncoders
 
-_REPORTED_KEYS = 64
-"""Keys of each kind in a report, at most."""
+_REPORTED_KEYS = 256
+"""Keys of each kind in a report, at most, as in `ReplicaService`."""
 
 
 @dataclass
@@ -52,6 +52,7 @@ class SimulatedEngine:
         self._decoding: list[tuple[float, int, Progress]] = []
         self._new_images: deque[Image] = deque(maxlen=_REPORTED_KEYS)
         self._new_prefixes: deque[bytes] = deque(maxlen=_REPORTED_KEYS)
+        self._accepted: list[str] = []
         self._count = 0
         self.request_seconds = 0.0
         """Requests in progress, integrated over time."""
@@ -65,6 +66,9 @@ class SimulatedEngine:
         """Queue a request at the present time."""
         if self._encoders is not None:
             self._ask(progress, self._encoders)
+        self._accepted.append(progress.request.id)
+        self._new_images.extend(progress.request.images)
+        self._new_prefixes.extend(reversed(progress.request.prefix))
         self._queue.append(progress)
         if self._head is None:
             self._begin()
@@ -101,18 +105,21 @@ class SimulatedEngine:
             self._begin()
         return replies
 
-    def load(self) -> ReplicaStatistics:
-        """The load of the present moment, which every reply carries."""
+    @property
+    def queued_s(self) -> float:
+        """Seconds of prompt and encoder work that is accepted and not done."""
         work = sum(self._work_s(progress) for progress in self._queue) + (0.0 if self._head is None else self._head_s)
-        queued_s = work / self._prompt_rate()
-        return ReplicaStatistics(as_of=self.now, queued_s=queued_s, num_running=self.num_running)
+        return work / self._prompt_rate()
 
     def statistics(self) -> ReplicaStatistics:
-        """A report of the load, and of what became resident since the last report."""
-        images, prefixes = tuple(self._new_images), tuple(self._new_prefixes)
-        self._new_images.clear()
-        self._new_prefixes.clear()
-        return replace(self.load(), images=images, prefixes=prefixes)
+        """A report of the load, and of what was accepted since the last report."""
+        made = ReplicaStatistics(
+            as_of=self.now, queued_s=self.queued_s, num_running=self.num_running, accepted=tuple(self._accepted),
+            images=tuple(self._new_images), prefixes=tuple(self._new_prefixes),
+        )  # fmt: skip
+        for news in (self._accepted, self._new_images, self._new_prefixes):
+            news.clear()
+        return made
 
     def _prompt_rate(self) -> float:
         return self.replica.costs.prompt_share(len(self._decoding))
@@ -143,7 +150,7 @@ class SimulatedEngine:
         """Ask encoder replicas for the images of a request, unless this engine would have encoded them earlier."""
         missing = self._missing_images(progress.request, self._cached_tokens(progress.request))
         own_s = sum(image.patches for image in missing) * self.replica.costs.patch_s / self._prompt_rate()
-        if missing and encoders.ready_at(missing, self.now) <= self.now + self.load().queued_s + own_s:
+        if missing and encoders.ready_at(missing, self.now) <= self.now + self.queued_s + own_s:
             progress.ready_at = encoders.encode(missing, self.now)
             progress.pooled = frozenset(image.key for image in missing)
 
@@ -162,8 +169,6 @@ class SimulatedEngine:
         for image in request.images:
             if (image.last_block + 1) * PREFIX_BLOCK > cached:
                 self._images.touch(0, image.key, image.patches)
-        self._new_images.extend(missing)
-        self._new_prefixes.extend(reversed(request.prefix[cached // PREFIX_BLOCK :]))
         self._prefixes.touch_all(0, request.prefix[::-1], PREFIX_BLOCK)
 
     def _start_decode(self, progress: Progress) -> None:

@@ -21,7 +21,7 @@ from engine.test_preprocessing import encode_video, encoded, noise, stopped, tur
 from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
-from saccade.engine.host import EngineHost, MediaMissingError, QueuedWork
+from saccade.engine.host import EngineHost, MediaMissingError
 from saccade.engine.request import Request, RequestOutput
 from saccade.engine.transport.wire import decode_outputs, decode_request, encode_outputs, encode_request, media_of
 from saccade.model.initialize import initialize_random, named_size
@@ -327,20 +327,6 @@ def test_preprocessing_counts_against_the_limits(host, measuring, limit, seed):
         sent, media = sent_and_media(measuring, ask("x", new_image(seed)), **{limit: 0.2})
         late = served(host, sent, media).end()
     assert (late.failure.kind, late.failure.stage) == ("timeout", "preprocessing")
-
-
-def test_queued_work_is_that_of_requests_without_output(host, measuring):
-    assert host.queued() == QueuedWork(num_queued_patches=0, num_queued_tokens=0)
-    image = new_image(14)
-    with stopped_workers(host):
-        sent = [sent_and_media(measuring, ask("x", image, new_image(15 + n)), f"{n}") for n in range(2)]
-        outputs = [served(host, *one) for one in sent]
-        queued = host.queued()
-    num_patches = sent[0][0].request.images[0].num_patches
-    num_tokens = sum(len(one.request.token_ids) for one, _ in sent)
-    assert queued == QueuedWork(num_queued_patches=3 * num_patches, num_queued_tokens=num_tokens)
-    assert [one.end().finish_reason for one in outputs] == ["length", "length"]
-    assert host.queued() == QueuedWork(num_queued_patches=0, num_queued_tokens=0)
 
 
 def test_every_request_of_many_senders_ends_once(host, measuring):

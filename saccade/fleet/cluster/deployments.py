@@ -56,7 +56,7 @@ def deploy_engines(
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=ChosenReplicaRouter),  # type: ignore[arg-type]
-        autoscaling_config=_scaling(model.engines.scaling, min_replicas, max_replicas),
+        autoscaling_config=scaling_config(model.engines.scaling, min_replicas, max_replicas),
     )
     engines = _with_version(deployment(EngineReplica), setup).bind(setup, encoders)
     _run(engines, engine_app(fleet.name, model.name, version.name))
@@ -75,7 +75,7 @@ def _encoders(model: ModelConfig, setup: str, bounds: Bounds | None) -> serve.Ap
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=ChosenReplicaRouter),  # type: ignore[arg-type]
-        autoscaling_config=_scaling(pool.scaling, *bounds),
+        autoscaling_config=scaling_config(pool.scaling, *bounds),
     )
     return _with_version(deployment(EncoderReplica), setup).bind(setup, pool.gpus_per_replica > 0)
 
@@ -89,14 +89,14 @@ def deploy_fronts(fleet: FleetConfig) -> None:
         graceful_shutdown_timeout_s=fleet.server.drain_timeout_s + _FRONT_GRACE_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        autoscaling_config=_scaling(fleet.front.scaling, fleet.front.min_replicas, fleet.front.max_replicas),
+        autoscaling_config=scaling_config(fleet.front.scaling, fleet.front.min_replicas, fleet.front.max_replicas),
     )
     num_workers = max(1, round(fleet.front.cpus_per_replica))
     setup = FrontSetup(fleet=fleet.name, server=fleet.server, num_workers=num_workers)
     _run(_with_version(deployment(Front), setup.to_json()).bind(setup.to_json()), front_app(fleet.name))
 
 
-def _scaling(policy: ScalingPolicy, min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+def scaling_config(policy: ScalingPolicy, min_replicas: int, max_replicas: int) -> AutoscalingConfig:
     """Have Ray ask our policy for the number of replicas."""
     return AutoscalingConfig(
         min_replicas=min_replicas,

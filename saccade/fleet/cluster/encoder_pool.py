@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -31,6 +32,8 @@ _HOP_S = 0.002
 _PATIENCE = 2.0
 """Multiple of the time in which the engine would encode an image itself, for which it waits for the pool."""
 _LEAST_PATIENCE_S = 0.1
+_TRANSIT_S = 0.05
+"""Seconds after which an encoder has a request, which the load that it reports then has."""
 _PATCHES_PER_TOKEN = 4
 
 
@@ -55,6 +58,8 @@ class EncoderPool:
         self._patch_s = (version.costs or H200_8B).patch_s
         self._ids = itertools.count()
         self._in_progress: dict[bytes, asyncio.Task[EncodedImage]] = {}
+        self._sent: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """Requests in progress by replica, and when they were sent."""
         self.num_patches = self.num_late_patches = 0
         """Patches of images that the pool has encoded, and of those that it was asked for and did not have in time."""
 
@@ -62,6 +67,7 @@ class EncoderPool:
         """Follow which replicas run."""
         for name in self._names - names:
             self._router.remove(name)
+            self._sent.pop(name, None)
         cached = self._version.engine.encoder_cache_tokens * _PATCHES_PER_TOKEN
         for name in names - self._names:
             costs = _costs(self._patch_s)
@@ -129,19 +135,23 @@ class EncoderPool:
         if choice is None:
             raise ConnectionError("no encoder replica is ready")
         try:
+            self._sent[choice.replica][request.id] = self._clock()
             load, image = await self._calls.encode(choice.replica, message, media)
             self._note_load(choice.replica, load)
             return decode_image(image)
         finally:
-            self._router.finish(request.id, self._clock())
+            self._sent[choice.replica].pop(request.id, None)
+            self._router.finish(request.id)
 
     def _note_load(self, name: str, message: bytes) -> None:
         """Update what choices know of a replica. Its report is as old as this engine's clock says."""
         _, load = unpack(message)
         self._patch_s = load["patch_s"]
         if name in self._names:
+            now, sent = self._clock(), self._sent[name]
+            accepted = tuple(request_id for request_id, when in sent.items() if when <= now - _TRANSIT_S)
             statistics = ReplicaStatistics(
-                as_of=self._clock(), queued_s=load["queued_s"], num_running=0, costs=_costs(self._patch_s)
+                as_of=now, queued_s=load["queued_s"], num_running=0, accepted=accepted, costs=_costs(self._patch_s)
             )
             self._router.update(name, statistics)
 

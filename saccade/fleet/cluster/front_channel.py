@@ -15,9 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from saccade.engine.request import RequestOutput, merge_outputs
 from saccade.engine.transport.wire import encode_outputs
 from saccade.fleet.cluster.messages import pack
-
-_LEAST_REPORT_S = 0.01
-"""Seconds between two reports at least."""
+from saccade.fleet.replicas import LEAST_REPORT_S
 
 
 class FrontChannel:
@@ -30,6 +28,8 @@ class FrontChannel:
         self._is_scheduled = self._is_report_due = False
         self.request_ids: set[str] = set()
         """Requests that have not ended."""
+        self.accepted: list[str] = []
+        """Requests that were accepted since the last report to this front."""
         self.heard_at = time.monotonic()
         """When the front last called."""
         self.closed = asyncio.Event()
@@ -47,6 +47,11 @@ class FrontChannel:
             self._is_scheduled = True
             self._loop.call_soon_threadsafe(self._wake)
 
+    def take_accepted(self) -> tuple[str, ...]:
+        """Requests that were accepted since the last call."""
+        accepted, self.accepted = self.accepted, []
+        return tuple(accepted)
+
     def report_soon(self) -> None:
         """Report the load now, because it has changed by a request of another front."""
         self._is_report_due = True
@@ -61,7 +66,7 @@ class FrontChannel:
         report_at = reported_at = 0.0
         while not self.closed.is_set():
             if self._is_report_due:
-                report_at = min(report_at, reported_at + _LEAST_REPORT_S)
+                report_at = min(report_at, reported_at + LEAST_REPORT_S)
             if (wait_s := report_at - time.monotonic()) <= 0:
                 self._is_report_due, reported_at = False, time.monotonic()
                 report_at = reported_at + every_s

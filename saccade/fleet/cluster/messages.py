@@ -24,7 +24,7 @@ from saccade.errors import ConfigError
 from saccade.fleet.costs import CostModel
 from saccade.fleet.replicas import Image, Replica, ReplicaStatistics
 
-CHANNEL_VERSION = 3
+CHANNEL_VERSION = 4
 """Version of these messages; increases when a field is added, removed or changes its meaning."""
 
 Kind = Literal[
@@ -65,7 +65,8 @@ def load_from_plain(plain: dict[str, Any]) -> ReplicaStatistics:
     """Inverse of `load_to_plain`."""
     images, costs = tuple(Image(*fields) for fields in plain["images"]), plain["costs"]
     costs = None if costs is None else CostModel(**costs)
-    return ReplicaStatistics(**plain | {"images": images, "prefixes": tuple(plain["prefixes"]), "costs": costs})
+    known = {name: tuple(plain[name]) for name in ("accepted", "prefixes")}
+    return ReplicaStatistics(**plain | known | {"images": images, "costs": costs})
 
 
 def pack(kind: Kind, content: Any) -> bytes:

@@ -27,7 +27,8 @@ from saccade.fleet.cluster.replica_tracing import ReplicaTracer
 from saccade.fleet.config import VersionConfig
 from saccade.fleet.costs import H200_8B, CostModel, measured_costs
 from saccade.fleet.describe import ExpectedLength, routed
-from saccade.fleet.replicas import REPORT_S, Image, Replica, ReplicaStatistics
+from saccade.fleet.expected_work import ExpectedWork
+from saccade.fleet.replicas import REPORT_S, Replica, ReplicaStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +61,22 @@ class _News:
 class _Reports:
     """The reports to one front: what has changed since the last one."""
 
-    def __init__(self, images: _News, prefixes: _News) -> None:
-        self._images, self._prefixes = images, prefixes
+    def __init__(self, images: _News, prefixes: _News, channel: FrontChannel) -> None:
+        self._images, self._prefixes, self._channel = images, prefixes, channel
         self._seen = 0, 0
         self._last: ReplicaStatistics | None = None
         self._reported_at = 0.0
 
-    def next(self, statistics: Callable[[tuple[Image, ...], tuple[bytes, ...]], ReplicaStatistics]) -> bytes | None:
-        """The next report. None: nothing has changed."""
-        now = time.monotonic()
-        load = statistics(self._images.since(self._seen[0]), self._prefixes.since(self._seen[1]))
+    def next(self, load: ReplicaStatistics) -> bytes | None:
+        """The next report, given the present load. None: nothing has changed."""
+        now, accepted = time.monotonic(), self._channel.take_accepted()
+        news = self._images.since(self._seen[0]), self._prefixes.since(self._seen[1])
         unchanged = self._last is not None and replace(load, as_of=self._last.as_of) == self._last
-        if unchanged and now - self._reported_at < _KEEP_ALIVE_S:
+        if unchanged and not any((accepted, *news)) and now - self._reported_at < _KEEP_ALIVE_S:
             return None
         self._seen = self._images.number, self._prefixes.number
-        self._last, self._reported_at = replace(load, images=(), prefixes=()), now
-        return pack("load", load_to_plain(load))
+        self._last, self._reported_at = load, now
+        return pack("load", load_to_plain(replace(load, accepted=accepted, images=news[0], prefixes=news[1])))
 
 
 class _Traced:
@@ -117,15 +118,19 @@ class ReplicaService:
     def __init__(
         self, name: str, version: VersionConfig, host: EngineHost, *,
         open_pool: Callable[[], EncoderPool] | None = None, tracer: ReplicaTracer | None = None,
+        report_s: float = REPORT_S,
     ) -> None:  # fmt: skip
-        """`open_pool` connects to the encoder replicas; it is called in the event loop."""
+        """`open_pool` connects to the encoder replicas; it is called in the event loop. The load is reported every
+        `report_s` seconds, and when requests of other fronts come.
+        """
         self.name, self._version, self._host = name, version, host
-        self._open_pool, self._tracer = open_pool, tracer
+        self._open_pool, self._tracer, self._report_s = open_pool, tracer, report_s
         self._pool: EncoderPool | None = None
         self._preparing: set[str] = set()
         """Requests that wait for their media."""
         self._fronts: dict[str, FrontChannel] = {}
         self._images, self._prefixes, self._expected = _News(), _News(), ExpectedLength()
+        self._queued = ExpectedWork(self._replica())
         self._arrived_s = 0.0
         self._started_at: dict[str, float] = {}
         self._request_s = 0.0
@@ -135,10 +140,11 @@ class ReplicaService:
 
     async def channel(self, front: str) -> AsyncGenerator[bytes, None]:
         """Messages for a front, until it leaves."""
-        channel, reports = self._front(front), _Reports(self._images, self._prefixes)
+        channel = self._front(front)
+        reports = _Reports(self._images, self._prefixes, channel)
         yield pack("hello", self._hello().to_plain())
         try:
-            async for message in channel.messages(lambda: reports.next(self._statistics), REPORT_S):
+            async for message in channel.messages(lambda: reports.next(self._statistics()), self._report_s):
                 yield message
         finally:
             if self._fronts.get(front) is channel:
@@ -162,12 +168,14 @@ class ReplicaService:
                 return
             self._count(sent.request, parts)
             await self._submit(sent, parts, media, lambda output: self._pass_on(channel, traced.observe(output)))
+            channel.accepted.append(request_id)
             for other in self._fronts.values():
                 if other is not channel:  # this front has reserved the request
                     other.report_soon()
         except BaseException:
             channel.request_ids.discard(request_id)
             self._started_at.pop(request_id, None)
+            self._queued.end(request_id, time.monotonic())
             raise
         finally:
             self._preparing.discard(request_id)
@@ -199,6 +207,8 @@ class ReplicaService:
 
     def _pass_on(self, channel: FrontChannel, output: RequestOutput) -> None:
         """Send an output to its front; called from the engine's thread."""
+        if output.token_ids or output.finish_reason is not None:
+            self._queued.end(output.request_id, time.monotonic())
         if output.finish_reason is not None:
             self._count_end(output.request_id)
         channel.put(output)
@@ -206,7 +216,7 @@ class ReplicaService:
     def _own_s(self, num_patches: int) -> float:
         """Seconds in which this engine would have encoded so many patches."""
         share = self._costs.prompt_share(self._host.num_open)
-        return self._statistics((), ()).queued_s + num_patches * self._costs.patch_s / share
+        return self._statistics().queued_s + num_patches * self._costs.patch_s / share
 
     def cancel(self, front: str, request_ids: Sequence[str]) -> None:
         """Cancel requests of a front."""
@@ -236,7 +246,7 @@ class ReplicaService:
         info, statistics = self._host.info, self._host.statistics
         return {
             "arrived_s": self._arrived_s,
-            "waiting_s": self._statistics((), ()).queued_s,
+            "waiting_s": self._statistics().queued_s,
             "num_running": float(self._host.num_open),
             "slots": float(info.max_requests),
             "request_s": self._request_s,
@@ -281,15 +291,17 @@ class ReplicaService:
         self._cancel(channel.request_ids)
 
     def _hello(self) -> Hello:
+        return Hello(replica=self._replica(), info=self._host.info)
+
+    def _replica(self) -> Replica:
         version, info = self._version, self._host.info
         engine = version.engine
-        replica = Replica(
+        return Replica(
             name=self.name, version=version.name, costs=self._costs,
             cached_patches=engine.encoder_cache_tokens * _PATCHES_PER_TOKEN if engine.encoder_cache else 0,
             cached_tokens=info.num_pages * info.page_size if engine.prefix_cache else 0,
             adapters=frozenset(self._host.adapters),
         )  # fmt: skip
-        return Hello(replica=replica, info=info)
 
     @property
     def _costs(self) -> CostModel:
@@ -298,12 +310,12 @@ class ReplicaService:
             return self._version.costs
         return measured_costs(self._host.statistics, self._version.engine.target_step_ms, H200_8B)
 
-    def _statistics(self, images: tuple[Image, ...], prefixes: tuple[bytes, ...]) -> ReplicaStatistics:
-        queued, costs, pool = self._host.queued(), self._costs, self._pool
-        work_s = costs.work_s(queued.num_queued_patches, queued.num_queued_tokens) if queued.num_queued_tokens else 0.0
+    def _statistics(self) -> ReplicaStatistics:
+        costs, pool, num_open = self._costs, self._pool, self._host.num_open
+        num_decoding = max(0, num_open - len(self._queued))
         return ReplicaStatistics(
             as_of=time.time(), state="unhealthy" if self._host.has_failed else "ready",
-            queued_s=work_s, num_running=self._host.num_open, images=images, prefixes=prefixes, costs=costs,
+            queued_s=self._queued.queued_s(costs, num_decoding, time.monotonic()), num_running=num_open, costs=costs,
             pooled_patches=0 if pool is None else pool.num_patches,
             late_patches=0 if pool is None else pool.num_late_patches,
         )  # fmt: skip
@@ -312,12 +324,13 @@ class ReplicaService:
         """Count the work of a request, and what it brings to the caches. Other replicas have encoded some images."""
         described, costs = routed(request, self._version.name, self._expected), self._costs
         share = sum(not isinstance(part, EncodedImage) for part in parts) / max(1, len(parts))
-        patches, slots = share * sum(image.patches for image in described.images), self._host.info.max_requests
-        decode_s = described.output_tokens * costs.decode_step_s(slots)
-        self._arrived_s += costs.work_s(round(patches), described.prompt_tokens) + decode_s / slots
+        work = self._queued.add(described, time.monotonic(), encoded_share=share)
+        slots = self._host.info.max_requests
+        prompt_s = costs.work_s(round(work.patches), work.tokens) / costs.prompt_share(slots)
+        self._arrived_s += prompt_s + described.output_tokens * costs.decode_step_s(slots) / slots
         for image in described.images:
             self._images.add(image)
-        for key in described.prefix:
+        for key in reversed(described.prefix):
             self._prefixes.add(key)
 
     def _count_end(self, request_id: str) -> None:

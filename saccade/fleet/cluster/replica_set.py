@@ -26,7 +26,7 @@ from saccade.fleet.continuation import EXHAUSTED, NOT_STARTED, POISONOUS, Contin
 from saccade.fleet.describe import ExpectedLength, routed
 from saccade.fleet.poison import PoisonList
 from saccade.fleet.replicas import ReplicaStatistics
-from saccade.fleet.routing import Router
+from saccade.fleet.routing import Router, RoutingPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +86,13 @@ class ReplicaSet:
 
     def __init__(
         self, version: str, front: str, calls: Calls, *, poison: PoisonList, budget: RetryBudget,
-        clock: Callable[[], float] = time.time,
+        policy: RoutingPolicy | None = None, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """`front` is the id of this front's process, which makes the ids of its requests unique on a replica."""
         self.version, self._front = version, front
         self._calls, self._poison, self._budget = calls, poison, budget
         self._clock = clock
-        self._router, self._expected = Router(), ExpectedLength()
+        self._router, self._expected = Router(policy), ExpectedLength()
         self._links: dict[str, ReplicaLink] = {}
         self._running: frozenset[str] = frozenset()
         """Replicas that run, as Ray says."""
@@ -309,7 +309,7 @@ class ReplicaSet:
     def _retry(self, sent: _Sent, *, is_suspect: bool = True) -> None:
         """Continue a request on another replica, or end it."""
         self._by_replica_id.pop(sent.id, None)
-        self._router.finish(sent.id, self._clock())
+        self._router.finish(sent.id)
         sent.link = sent.held = None
         verdict = sent.continuation.lose(is_suspect=is_suspect)
         if verdict == "poison":
@@ -328,7 +328,7 @@ class ReplicaSet:
         if link is None:
             return
         self._by_replica_id.pop(sent.id, None)
-        self._router.finish(sent.id, self._clock())
+        self._router.finish(sent.id)
         if cancels:
             link.connection.cancel([sent.id])
         self._close_if_unused(link)

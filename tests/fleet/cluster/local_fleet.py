@@ -15,6 +15,7 @@ from saccade.fleet.cluster.fleet_core import FleetCore
 from saccade.fleet.cluster.replica_set import ReplicaSet
 from saccade.fleet.continuation import RetryBudget
 from saccade.fleet.poison import PoisonList
+from saccade.fleet.replicas import REPORT_S
 from saccade.processor import MediaLimits, Processor
 
 TIMEOUT_S = 60.0
@@ -24,7 +25,8 @@ class LocalFleet:
     """Replicas, and an engine whose core they are."""
 
     def __init__(
-        self, checkpoint, names=("one", "two"), *, front="front", adapters=None, joins=None, tracers=None, **engine
+        self, checkpoint, names=("one", "two"), *, front="front", adapters=None, joins=None, tracers=None,
+        report_s=REPORT_S, **engine,
     ):  # fmt: skip
         """`joins`: a fleet whose replicas and event loop this front uses."""
         self._thread = None
@@ -34,7 +36,7 @@ class LocalFleet:
             self._thread.start()
             self.replicas = LocalReplicas(checkpoint, adapters=adapters or {}, tracers=tracers, **engine)
             for name in names:
-                self.replicas.start(name)
+                self.replicas.start(name, report_s=report_s)
         else:
             self.loop, self.replicas = joins.loop, joins.replicas
         self.poison, self.budget = PoisonList(time.monotonic), RetryBudget()

@@ -41,7 +41,7 @@ class LocalReplicas:
         self.killed: dict[str, threading.Event] = {}
         self.hosts: dict[str, EngineHost] = {}
 
-    def start(self, name, *, version="may"):
+    def start(self, name, *, version="may", **options):
         host = EngineHost.load(
             self.version.checkpoint, device="cpu", dtype="float32", config=self.version.engine,
             limits=MediaLimits(allow_local_files=False), adapters=self.version.adapters,
@@ -49,7 +49,7 @@ class LocalReplicas:
         self.hosts[name], self.killed[name] = host, threading.Event()
         self.services[name] = ReplicaService(
             name, replace(self.version, name=version), host, tracer=self.tracers.get(name),
-            open_pool=self._open_pool if self.has_pool else None,
+            open_pool=self._open_pool if self.has_pool else None, **options,
         )  # fmt: skip
         self.servers[name] = ReplicaServer(self.services[name], "127.0.0.1")
 
