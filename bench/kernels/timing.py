@@ -49,8 +49,19 @@ def gpu_ms(run: Callable[[], object], *, budget_ms: float = 100.0) -> float:
     return statistics.median(times)
 
 
-def _event_ms(run: Callable[[], object]) -> float:
+def queued_ms(run: Callable[[], object]) -> float:
+    """Time of one `run` whose launches are all queued before the GPU begins with it, L2 cold."""
+    return _event_ms(run, _SLEEP_CYCLES)
+
+
+_SLEEP_CYCLES = 3_000_000
+"""Some 1.6 ms, in which the host queues what is timed."""
+
+
+def _event_ms(run: Callable[[], object], sleep_cycles: int = 0) -> float:
     _flush_buffer().zero_()
+    if sleep_cycles:
+        torch.cuda._sleep(sleep_cycles)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
@@ -64,7 +65,12 @@ def _frequencies(
         return (1.0 / theta**exponents).to(device), torch.tensor(axes, device="cpu").to(device)
 
 
-_cached_frequencies = functools.cache(_frequencies)
+@functools.cache
+def _cached_frequencies(
+    sections: tuple[int, ...], theta: float, device: torch.device, is_interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    with _disable_current_modes():  # a fake tensor of a dry run would be kept for real ones
+        return _frequencies(sections, theta, device, is_interleaved)
 
 
 def _vision_frequencies(num_frequencies: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,7 +80,10 @@ def _vision_frequencies(num_frequencies: int, theta: float, device: torch.device
         return inverse.repeat(2), torch.cat([axis, axis + 1])
 
 
-_cached_vision_frequencies = functools.cache(_vision_frequencies)
+@functools.cache
+def _cached_vision_frequencies(num_frequencies: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    with _disable_current_modes():
+        return _vision_frequencies(num_frequencies, theta, device)
 
 
 def mrope_cos_sin(

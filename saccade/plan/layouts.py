@@ -1,10 +1,10 @@
 """The best layouts of a training run on a cluster: every possible one is priced, and why it loses is said.
 
-    packed sequences of ragged data -> one recorded step per (tensor, context, activation checkpointing)
+    packed sequences of ragged data -> a recorded step for each tensor, context and activation checkpointing
     -> times of its operations -> timeline -> step of each layout -> the fastest that fits
 
 A recorded step has the same operations for any number of shards and copies; the links that its collectives use differ.
-Pipeline parallelism is not recorded: the operations of a step are cut into stages of equal cost, and stages wait for
+Pipeline parallelism is not recorded: the operations of a step are cut into the stages that a run has, which wait for
 one another as the formula of 1F1B says.
 """
 
@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from saccade.model.config import ModelConfig
-from saccade.model.live_bytes import Phases
-from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import ParallelDims
 from saccade.plan.cluster import Cluster, Job, candidates
@@ -32,12 +30,19 @@ from saccade.plan.timeline import Timeline, simulate
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.flops import forward_flops, training_flops
 from saccade.train.memory import Extents, MemoryPlanner
-from saccade.train.memory_plan import GIB
-from saccade.train.parallel_config import ParallelConfig
+from saccade.train.parallel_config import ParallelConfig, Recompute
 from saccade.train.parallelize import prepare_model
 from saccade.train.parameter_groups import PARTS, OptimizerConfig
-from saccade.train.recorded_step import Attention, Collective, Operation, SequenceShape, StepSettings, record_step
-from saccade.train.tensor_parallel import divide_model
+from saccade.train.pipeline_stages import PipelineStages, pipeline_stages
+from saccade.train.recorded_step import (
+    Attention,
+    Collective,
+    Operation,
+    SequenceShape,
+    StepSettings,
+    combined_operations,
+    record_step,
+)
 
 EXTENTS: tuple[Extents, ...] = (
     ("none", "none"), ("selective", "none"), ("full", "none"),
@@ -45,6 +50,7 @@ EXTENTS: tuple[Extents, ...] = (
 )  # fmt: skip
 """Activation checkpointing of tower and decoder, the least additional compute first."""
 Seconds = Callable[[Operation], float]
+Records = dict[Recompute, list[Operation]]
 COMPUTE, WAITING, BUBBLE, UPDATE = "compute", "slowest rank", "bubble", "update"
 """Parts of a step, next to the exposed time of each kind of collective."""
 
@@ -95,7 +101,9 @@ class LayoutPlanner:
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
-        self._recorded: dict[tuple[int, int, Extents], list[Operation]] = {}
+        self._made: dict[str, Any] = {}
+        self._recorded: dict[tuple[int, int], tuple[Records, Records]] = {}
+        """By tensor and context ranks: records by the activation checkpointing of their tower, and of their decoder."""
 
     @cached_property
     def sequences(self) -> list[PackedShape]:
@@ -136,12 +144,8 @@ class LayoutPlanner:
         return LayoutPlan(dims=dims, memory_gib=least, reason=f"does not fit: {least:.0f} GiB at least")
 
     def _memory_gib(self, dims: ParallelDims, extents: Extents, micro_batches: int) -> float:
-        """Peak memory of a rank. Of a pipeline: that of a stage with tower, head, and micro-batches in flight."""
-        planner = self._memory_planner(replace(dims, pipeline=1), dims.pipeline, micro_batches)
-        made = planner.plan(self._largest, extents)
-        in_flight = min(dims.pipeline, micro_batches) - 1
-        activations = sum(size for part, size in made.parts.items() if part.startswith("activations"))
-        return made.total_gib + in_flight * activations / GIB
+        """Peak memory of the rank that needs most."""
+        return self._memory_planner(dims, micro_batches).plan(self._largest, extents).total_gib
 
     @cached_property
     def _largest(self) -> MicroBatchSize:
@@ -149,22 +153,19 @@ class LayoutPlanner:
         return MicroBatchSize(tokens=self.job.seq_len, patches=most)
 
     @cache  # noqa: B019  a planner lives as long as its command
-    def _memory_planner(self, dims: ParallelDims, num_stages: int, micro_batches: int) -> MemoryPlanner:
-        language = self.job.config.language
-        language = replace(language, num_layers=-(-language.num_layers // num_stages))
+    def _memory_planner(self, dims: ParallelDims, micro_batches: int) -> MemoryPlanner:
         parallel = ParallelConfig(
-            replicate=dims.replicate, shard=dims.shard, context=dims.context, tensor=dims.tensor,
-            strategy="auto",
-        )  # fmt: skip
+            pipeline=dims.pipeline, replicate=dims.replicate, shard=dims.shard, context=dims.context, tensor=dims.tensor
+        )
         return MemoryPlanner(
-            config=replace(self.job.config, language=language), world_size=dims.size, parallel=parallel,
-            micro_batches_per_rank=micro_batches, _steps=self._dry_runs(num_stages),
+            config=self.job.config, world_size=dims.size, parallel=parallel,
+            micro_batches_per_rank=micro_batches, repeats_layers=True, _made=self._made,
         )  # fmt: skip
 
-    @cache  # noqa: B019
-    def _dry_runs(self, num_stages: int) -> dict[str, Phases]:
-        """Dry runs of a stage, shared by planners with other ranks."""
-        return {}
+    def _stages(self, num_ranks: int, extents: Extents) -> PipelineStages:
+        """The stages that a run has."""
+        parallel = ParallelConfig(recompute_vision=extents[0], recompute_language=extents[1])
+        return pipeline_stages(meta_model(self.job.config), self._largest, parallel, num_ranks)
 
     def _timed(self, plan: LayoutPlan) -> LayoutPlan:
         """The plan with the times of a step."""
@@ -176,7 +177,9 @@ class LayoutPlanner:
         operations = self._operations(dims, plan.extents)
         step = [one for one in operations if one.phase != "the update"]
         seconds_of = self._seconds(dims.context, dims.tensor)
-        stages = stage_operations(step, dims.pipeline, seconds_of)
+        stages = [step]
+        if dims.pipeline > 1:
+            stages = stage_operations(step, self._stages(dims.pipeline, plan.extents))
         timelines = [simulate(stage, seconds_of, links.seconds) for stage in stages]
         slowest = max(timelines, key=lambda one: one.end)
         waiting = self._slowest_rank(step, seconds_of, dims, micro_batches) / len(stages)
@@ -187,7 +190,8 @@ class LayoutPlanner:
             micro_s = slowest.end + waiting
             parts[BUBBLE] = (dims.pipeline - 1) * (micro_s + 2 * links.peer_seconds(sent, "pipeline"))
         update = [one for one in operations if one.phase == "the update"]
-        own = num_parameters(self.job.config, dims.tensor) / dims.count("shard", "context", "pipeline")
+        num_parameters = self._memory_planner(dims, micro_batches).num_parameters
+        own = num_parameters / dims.count("shard", "context", "pipeline")
         parts[UPDATE] = simulate(update, seconds_of, links.seconds).end + kernels.update_seconds(own)
         step_s, tokens = sum(parts.values()), self._tokens_of_step
         peak = self.cluster.gpu.bf16
@@ -213,17 +217,25 @@ class LayoutPlanner:
 
     def _operations(self, dims: ParallelDims, extents: Extents) -> list[Operation]:
         """The recorded step of two shards and two copies, with the bytes and collectives of this layout."""
-        key = (dims.tensor, dims.context, extents)
         if dims.count("replicate", "shard", "context") == 1:
             return record_step(self._settings(extents), dims, self.typical.shape)
-        if key not in self._recorded:
-            recorded = ParallelDims(replicate=2, shard=2, context=dims.context, tensor=dims.tensor)
-            self._recorded[key] = record_step(self._settings(extents), recorded, self.typical.shape)
         return [
             one._replace(num_bytes=one.num_bytes * 2 // dims.shard) if _is_between_copies(one) else one
-            for one in self._recorded[key]
+            for one in self._recorded_step(dims.tensor, dims.context, extents)
             if dims.replicate > 1 or not _is_between_copies(one)
         ]
+
+    @cache  # noqa: B019
+    def _recorded_step(self, num_tensor: int, num_context: int, extents: Extents) -> list[Operation]:
+        """A step on two copies of two shards: composed of earlier ones if these ran tower and decoder like this."""
+        towers, decoders = self._recorded.setdefault((num_tensor, num_context), ({}, {}))
+        vision, language = extents
+        if vision in towers and language in decoders:
+            return combined_operations(towers[vision], decoders[language])
+        dims = ParallelDims(replicate=2, shard=2, context=num_context, tensor=num_tensor)
+        operations = record_step(self._settings(extents), dims, self.typical.shape)
+        towers[vision] = decoders[language] = operations
+        return operations
 
     def _settings(self, extents: Extents) -> StepSettings:
         parallel = ParallelConfig(recompute_vision=extents[0], recompute_language=extents[1])
@@ -243,13 +255,19 @@ class LayoutPlanner:
         per_patch, per_image_pair = np.array([spent["tower"], spent["images"]]) / np.maximum(self._shares(*ranks)[0], 1)
         per_pair = spent["decoder"] / max(self.typical.pairs, 1.0)
 
+        shares = self._shares_of_sequences(*ranks)
+
         def seconds(sequence: PackedShape) -> float:
-            of_ranks = sequence.shares(*ranks) @ np.array([per_patch, per_image_pair])
+            of_ranks = shares[id(sequence)] @ np.array([per_patch, per_image_pair])
             return float(of_ranks.max()) + per_pair * sequence.pairs
 
         num_data = dims.count("replicate", "shard")
         slowest = slowest_rank(self.sequences, seconds, num_ranks=num_data, num_micro_batches=micro_batches)
         return slowest - sum(spent.values())
+
+    @cache  # noqa: B019
+    def _shares_of_sequences(self, num_context: int, num_tensor: int) -> dict[int, Floats]:
+        return {id(one): one.shares(num_context, num_tensor) for one in self.sequences}
 
     def _shares(self, num_context: int, num_tensor: int) -> Floats:
         return self.typical.shares(num_context, num_tensor)
@@ -305,13 +323,3 @@ def meta_model(config: ModelConfig) -> VLM:
     """The model on the meta device."""
     with torch.device("meta"):
         return VLM(config)
-
-
-@lru_cache(maxsize=16)
-def num_parameters(config: ModelConfig, num_tensor: int) -> int:
-    """Parameters of one of so many tensor ranks."""
-    with torch.device("meta"):
-        model = VLM(config)
-        if num_tensor > 1:
-            divide_model(model, TensorRank(0, num_tensor))
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -216,11 +217,16 @@ class LinkPrices:
 
     def group(self, axes: Sequence[Axis]) -> tuple[int, int]:
         """(ranks of a group of these axes, those of them on one node); neighbouring ranks are on one node."""
-        ranks = next(ranks for ranks in self.dims.groups(*axes) if 0 in ranks)
-        return len(ranks), sum(rank < self.network.gpus_per_node for rank in ranks)
+        return _group(self.dims, tuple(axes), self.network.gpus_per_node)
 
     def peer_seconds(self, num_bytes: float, axis: Axis) -> float:
         """Time to send bytes to the next rank on an axis."""
         _, per_node = self.group((axis,))
         bandwidth = self.gpu.link if per_node > 1 else self.network.adapter
         return START_S + num_bytes / (bandwidth * LINK_SHARE)
+
+
+@cache
+def _group(dims: ParallelDims, axes: tuple[Axis, ...], per_node: int) -> tuple[int, int]:
+    ranks = next(ranks for ranks in dims.groups(*axes) if 0 in ranks)
+    return len(ranks), sum(rank < per_node for rank in ranks)

@@ -14,7 +14,7 @@ most layers are alike.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -72,6 +72,11 @@ def combined(vision: Phases, language: Phases) -> Phases:
     """A step with the phases of the vision tower of one run and all others of another, of equal sizes."""
     assert [phase.name for phase in vision] == [phase.name for phase in language], "phases depend on the model alone"
     return [a if _is_vision(a) else b for a, b in zip(vision, language, strict=True)]
+
+
+def renamed(phase: Phase, name: str) -> Phase:
+    """A phase of another layer."""
+    return replace(phase, name=name, block=None if phase.block is None else name.partition(" of ")[2])
 
 
 def _is_vision(phase: Phase) -> bool:

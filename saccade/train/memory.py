@@ -5,22 +5,21 @@
 
 Nothing is derived by hand. The real model and optimizer are built on the meta device: their tensors are the persistent
 memory (parameters, masters, optimizer state). Activations, gradients, workspace and the loss are measured in a dry run
-of a step (`dry_run.py`). What the ranks of a sharded or replicated model add (gathered parameters, shards, buckets) is
-counted from the parameters of each block. Memory that `torch.compile` saves is not modelled.
+of a step (`dry_run.py`), whose phases a rank of a pipeline has in the order of its passes (`pipeline_memory.py`). What
+the ranks of a sharded or replicated model add (gathered parameters, shards, buckets) is counted from the parameters of
+each block. Memory that `torch.compile` saves is not modelled.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from saccade.device import DTYPES
-from saccade.kernels import launch
 from saccade.model.config import ModelConfig
-from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes, plus
+from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, plus
 from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import SHARDS, ParallelDims
@@ -31,17 +30,21 @@ from saccade.train.dry_run import (
     dry_batch,
     dry_run,
     model_blocks,
+    renamed,
 )
 from saccade.train.gradient_compression import RESIDUAL_DTYPE
 from saccade.train.memory_plan import COMPONENTS, GIB, RESIDUAL, MemoryPlan
+from saccade.train.memory_weights import Weights, held_weights
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
-from saccade.train.optimizer import Optimizer, build_optimizer
 from saccade.train.parallel_config import ParallelConfig, Recompute, Strategy
 from saccade.train.parallelize import prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
+from saccade.train.pipeline_memory import rank_phases
+from saccade.train.pipeline_stages import TIED, PipelineStages, pipeline_stages
 from saccade.train.stage_config import LoraConfig, QuantizationAwareConfig
 from saccade.train.tensor_parallel import divide_model, dry_connect
+from saccade.train.thin_model import ThinModel
 
 CONTEXT_BYTES = GIB
 """Memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
@@ -72,28 +75,6 @@ Extents = tuple[Recompute, Recompute]
 """Activation checkpointing of vision tower and decoder."""
 
 
-class _Elements(NamedTuple):
-    """Parameters of a block, or of all that is outside the blocks."""
-
-    total: int
-    trained: int
-
-
-class _Weights(NamedTuple):
-    """Persistent memory of one rank, and the parameters of each block."""
-
-    persistent: Mapping[str, int]
-    update: int
-    """Workspace of the optimizer."""
-    blocks: Mapping[str, _Elements]
-    root: _Elements
-    """Parameters outside the blocks."""
-
-    @property
-    def trained(self) -> int:
-        return self.root.trained + sum(block.trained for block in self.blocks.values())
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlanner:
     """Plan the memory of one model and training configuration, for micro-batches of any size."""
@@ -122,14 +103,22 @@ class MemoryPlanner:
     """Whether an average of the trained weights is kept."""
     make_objective: Callable[[], Objective] = CrossEntropy
     """Makes the objective of a dry run, its frozen models on the meta device."""
-    _steps: dict[str, Phases] = field(default_factory=dict, repr=False, compare=False)
-    """Earlier dry runs, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
+    repeats_layers: bool = False
+    """Whether layers of one kind are alike, so that one of each is run: all are trained, or frozen, in the same way."""
+    stages: PipelineStages | None = None
+    """The stages of a pipeline; None: there is none, or they are those of a run with the planned micro-batch."""
+    pipeline_rank: int | None = None
+    """The rank of a pipeline that is planned; None: the one that needs most memory."""
+    _made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Dry runs, models and weights, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
 
     def plan(self, size: MicroBatchSize, extents: Extents | None = None) -> MemoryPlan:
         """Peak memory for a micro-batch. `extents`: activation checkpointing, overriding `parallel`."""
         extents = extents or (self.parallel.recompute_vision, self.parallel.recompute_language)
+        if ranks := self._ranks(size, extents):
+            return max((one.plan(size, extents) for one in ranks), key=lambda plan: plan.total_gib)
         share = self._share_of_rank(size)
-        moment, temporary = max(self._moments(self.step(share, extents)), key=lambda item: sum(item[1].values()))
+        moment, temporary = max(self._moments(self._passes(share, extents)), key=lambda item: sum(item[1].values()))
         temporary |= {"micro-batch": self._input_bytes(share), "gathered parameters": self._gathered}
         temporary["activations of the decoder: gathered keys and values"] = self._gathered_keys(size, extents)
         allowance = self._allowance(sum(temporary.values()))
@@ -143,6 +132,9 @@ class MemoryPlanner:
 
     def gib_by_share(self, size: MicroBatchSize, extents: Extents) -> Callable[[float], float]:
         """Total memory by a micro-batch's share of this size, interpolated between dry runs of two sizes."""
+        if ranks := self._ranks(size, extents):
+            by_rank = [one.gib_by_share(size, extents) for one in ranks]
+            return lambda share: max(gib(share) for gib in by_rank)
         half = MicroBatchSize(
             tokens=-(-size.tokens // 2), patches=size.patches // 2, loss_tokens=size.num_loss_tokens // 2
         )
@@ -157,9 +149,30 @@ class MemoryPlanner:
         return gib
 
     def step(self, size: MicroBatchSize, extents: Extents) -> Phases:
-        """A dry run of a step."""
+        """A dry run of a step of the whole model."""
         vision, language = (self._dry_run(size, extent) for extent in extents)
         return combined(vision, language)
+
+    def _passes(self, size: MicroBatchSize, extents: Extents) -> Phases:
+        """What the planned rank runs in a step."""
+        step = self.step(size, extents)
+        if self.stages is None or self.pipeline_rank is None:
+            return step
+        width = self.config.language.hidden_size * self._element
+        tokens, image_tokens = size.tokens // self.dims.tensor, size.patches // self.config.vision.patches_per_token
+        rows = [
+            width * (tokens + self.stages.num_later_features(stage) * image_tokens) if stage else 0
+            for stage in range(self.stages.last + 1)
+        ]
+        return rank_phases(step, self.stages, self.pipeline_rank, self.micro_batches_per_rank, rows)
+
+    def _ranks(self, size: MicroBatchSize, extents: Extents) -> list["MemoryPlanner"]:
+        """Planners of all ranks of a pipeline; none if there is no pipeline, or this is one of them."""
+        if self.dims.pipeline == 1 or self.pipeline_rank is not None:
+            return []
+        parallel = replace(self.parallel, recompute_vision=extents[0], recompute_language=extents[1])
+        stages = self.stages or pipeline_stages(self._model, size, parallel, self.dims.pipeline)
+        return [replace(self, stages=stages, pipeline_rank=rank) for rank in range(self.dims.pipeline)]
 
     @cached_property
     def dims(self) -> ParallelDims:
@@ -170,6 +183,11 @@ class MemoryPlanner:
     def strategy(self) -> Strategy:
         """The parallelization strategy."""
         return self.parallel.strategy_of(self.dims)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of a tensor rank, on all ranks of a pipeline together."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
 
     @property
     def _is_sharded(self) -> bool:
@@ -186,6 +204,8 @@ class MemoryPlanner:
 
     def _setting(self, size: MicroBatchSize, vision: Recompute, language: Recompute) -> str:
         ranks = f"{self.world_size} x {self.strategy}" if self.world_size > 1 else "1 rank"
+        if self.pipeline_rank is not None:
+            ranks += f", rank {self.pipeline_rank} of {self.stages}"
         return (
             f"{ranks}, {self.optimizer.kind}, {self.dtype}, a micro-batch of {size.tokens} tokens and "
             f"{size.patches} patches, recompute_vision {vision}, recompute_language {language}"
@@ -193,10 +213,10 @@ class MemoryPlanner:
 
     # -------------------------------------------------------------- on the meta device
 
-    def _build(self, dtype: torch.dtype) -> VLM:
-        """The model on the meta device, with adapters and frozen parameters."""
+    def _build(self, config: ModelConfig, dtype: torch.dtype) -> VLM:
+        """A model on the meta device, with adapters and frozen parameters."""
         with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
-            model = VLM(self.config).to(dtype)
+            model = VLM(config).to(dtype)
             if self.dims.tensor > 1:
                 divide_model(model, TensorRank(0, self.dims.tensor))
             prepare_model(model, self.optimizer, self.lora, self.qat, self.dtype)
@@ -212,27 +232,34 @@ class MemoryPlanner:
             self.dims.tensor,
             self.parallel.compile,
         )
-        key = repr((*settings, self._kept_gradients, size, extent))
-        if key not in self._steps:
+        key = repr(("step", *settings, self._kept_gradients, size, extent))
+        if key not in self._made:
+            thin = ThinModel.of(self.config)
+            config = thin.config if self.repeats_layers else self.config
             # On a CPU the references compute in fp32, and keep results in fp32 for backward.
-            model = self._build(torch.float32 if self.device_type == "cpu" else DTYPES[self.dtype])
+            model = self._build(config, torch.float32 if self.device_type == "cpu" else DTYPES[self.dtype])
             if self.dims.tensor > 1:
                 dry_connect(model, self.dims.tensor, extent, is_compiled=self.parallel.compile)
             has_dropout = self.lora is not None and self.lora.dropout > 0.0
             for blocks in (model.vision.blocks, model.language.layers):
                 recompute(blocks, extent, is_random=has_dropout)
-            self._steps[key] = dry_run(model, dry_batch(model, size), self._kept_gradients, self.make_objective)
-        return self._steps[key]
+            step = dry_run(model, dry_batch(model, size), self._kept_gradients, self.make_objective)
+            self._made[key] = thin.repeated(step, lambda phase: phase.name, renamed) if self.repeats_layers else step
+        found: Phases = self._made[key]
+        return found
 
     @property
     def _kept_gradients(self) -> KeptGradients:
         if self._is_sharded:
             return "root"
-        return "none" if self._accumulates_in_fp32 or self.strategy == "ddp" else "all"
+        has_buckets = self.strategy == "ddp" and self.dims.pipeline == 1
+        return "none" if self._accumulates_in_fp32 or has_buckets else "all"
 
     def _input_bytes(self, size: MicroBatchSize) -> int:
         """This micro-batch and the next one on the device; on a CPU those in the buffers of the workers."""
         num_batches = max(2, self._num_workers * BUFFERS_PER_WORKER)
+        if self.pipeline_rank:  # images are for the first one
+            size = replace(size, patches=0)
         return num_batches * sum(x.nbytes for x in dry_batch(self._model, size).tensors)
 
     @property
@@ -242,37 +269,49 @@ class MemoryPlanner:
 
     @cached_property
     def _model(self) -> VLM:
-        """The model with its parameters as they are stored."""
-        return self._build(torch.float32 if self._is_sharded else DTYPES[self.dtype])
+        """The model of all ranks of a pipeline, with its parameters as they are stored."""
+        dtype = torch.float32 if self._is_sharded else DTYPES[self.dtype]
+        key = repr(("model", dtype, self.dtype, self.lora, self.qat, self.optimizer.lrs, self.dims.tensor))
+        if key not in self._made:
+            self._made[key] = self._build(self.config, dtype)
+        found: VLM = self._made[key]
+        return found
 
     # -------------------------------------------------------------- persistent memory
 
     @cached_property
-    def _weights(self) -> _Weights:
-        named: dict[str, Tensor] = dict(self._model.named_parameters())
-        optimizer = build_optimizer(named.items(), self.optimizer)
-        persistent = {
-            "parameters": list(named.values()),
-            "masters": [x for name, x in optimizer.masters.items() if x is not named[name]],
-            "moments": [x for state in optimizer.state().values() for x in state.values()],
-            "averages": list(optimizer.masters.values()) if self.has_average else [],
-        }
-        if self.device_type == "cpu":
-            masters = list(optimizer.masters.values())
-            persistent["copy of the saved state"] = [*masters, *persistent["moments"], *persistent["averages"]]
-        num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
-        trained = sum(x.numel() for x in named.values() if x.requires_grad)
-        num_bytes[RESIDUAL] = self._residual_bytes(trained)
-        blocks = {name: _elements(list(block.parameters())) for name, block in model_blocks(self._model).items()}
-        whole = _elements(list(named.values()))
-        inside = [sum(column) for column in zip(*blocks.values(), strict=True)]
-        root = _Elements(whole.total - inside[0], whole.trained - inside[1])
-        held = [x for tensors in persistent.values() for x in tensors]
-        return _Weights(num_bytes, _update_bytes(optimizer, named, held), blocks, root)
+    def _weights(self) -> Weights:
+        settings = (self.dtype, self.lora, self.qat, self.optimizer, self.dims.tensor, self._is_sharded)
+        key = repr(("weights", *settings, self.has_average, self.device_type, self._own_layers))
+        if key not in self._made:
+            self._made[key] = held_weights(
+                self._model, self.optimizer, self._is_own,
+                has_average=self.has_average, has_saved_copy=self.device_type == "cpu",
+            )  # fmt: skip
+        found: Weights = self._made[key]
+        names = [name for name in model_blocks(self._model) if self._is_own(f"{name}.")]
+        return found._replace(blocks=dict(zip(names, found.blocks.values(), strict=True)))
+
+    @property
+    def _own_layers(self) -> object:
+        """What decides which parameters the planned rank has; if layers are alike, their number is enough."""
+        if self.stages is None or self.pipeline_rank is None:
+            return None
+        own = [*range(self.pipeline_rank, self.stages.last + 1, self.stages.num_ranks)]
+        layers = [self.stages.layers(stage) for stage in own]
+        ends = self.pipeline_rank == 0, self.pipeline_rank == self.stages.num_ranks - 1
+        return (*ends, sum(map(len, layers)) if self.repeats_layers else layers)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the planned rank has a parameter, by its name or that of its block with a dot."""
+        if self.stages is None or self.pipeline_rank is None:
+            return True
+        is_copy = name == TIED and self.stages.is_head_tied and self.pipeline_rank == self.stages.num_ranks - 1
+        return is_copy or self.stages.rank_of(name) == self.pipeline_rank
 
     def _persistent(self) -> Mapping[str, int]:
-        held = self._weights.persistent
-        always = {RESIDUAL: held[RESIDUAL], "frozen models": self._frozen_bytes}
+        held = {part: size // self._num_shards for part, size in self._weights.persistent.items()}
+        always = {RESIDUAL: self._residual_bytes(self._weights.trained), "frozen models": self._frozen_bytes}
         if self._is_sharded and self.parallel.offload:
             held = {}
         elif self.optimizer.offload:
@@ -371,7 +410,7 @@ class MemoryPlanner:
         """Bytes of gradients when backward starts: those of earlier micro-batches, and DDP's buckets."""
         trained = self._weights.trained
         if not self._is_sharded:
-            buckets = trained * self._element if self.strategy == "ddp" else 0
+            buckets = trained * self._element if self.strategy == "ddp" and self.dims.pipeline == 1 else 0
             return buckets + (trained * ACCUMULATED_BYTES if self._accumulates_in_fp32 else 0)
         if self.micro_batches_per_rank == 1:
             return 0
@@ -390,25 +429,9 @@ class MemoryPlanner:
         """Bytes of fsdp's unsharded parameters: root, this block, the next one, and the all-gather buffer."""
         if not self._is_sharded:
             return 0
-        inner = [block.total for block in self._weights.blocks.values()]
+        inner = [block.total for block in self._weights.blocks.values()] or [0]
         held = 3 * max(inner) if self.parallel.reshard_after_forward else sum(inner) + max(inner)
         return (self._weights.root.total + held) * self._element
-
-
-def _elements(parameters: list[Any]) -> _Elements:
-    return _Elements(sum(x.numel() for x in parameters), sum(x.numel() for x in parameters if x.requires_grad))
-
-
-def _update_bytes(optimizer: Optimizer, named: Mapping[str, Tensor], held: list[Tensor]) -> int:
-    """Measure the workspace of an update in a dry run."""
-    gradients = {name: torch.empty_like(x) for name, x in named.items() if x.requires_grad}
-    for name, gradient in gradients.items():
-        named[name].grad = gradient
-    live = LiveBytes(*held, *gradients.values())
-    with launch.dry_run(), live:
-        optimizer.step(1.0)
-    optimizer.zero_grad()
-    return peak_bytes(live.phases())
 
 
 def _by_component(held: Bytes) -> Bytes:

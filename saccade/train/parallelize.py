@@ -65,6 +65,7 @@ from saccade.errors import ConfigError
 from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import LOSS, REPLICAS, SHARDS
+from saccade.train.dry_run import MicroBatchSize
 from saccade.train.gradient_compression import CompressedReduceScatter, compress_gradients
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
@@ -219,7 +220,8 @@ def _stages_of_rank(
 ) -> PipelineModule:
     """What a rank of a pipeline runs; the layers of other ranks are removed from the model."""
     check_pipeline(stage, config)
-    stages = pipeline_stages(model, stage, config, world.dims.pipeline)
+    size = MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
+    stages = pipeline_stages(model, size, config, world.dims.pipeline)
     logger.info("pipeline: %s", stages)
     links = PipelineLinks(world, stages, dtype)
     keep_stages(model, stages, links.rank)

@@ -17,11 +17,11 @@ from torch import nn
 
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
-from saccade.train.dry_run import image_grids
+from saccade.train.dry_run import MicroBatchSize, image_grids
 from saccade.train.flops import forward_flops, trained_parts, training_flops
 from saccade.train.parallel_config import ParallelConfig, Recompute
 from saccade.train.pipeline_schedule import split_layers
-from saccade.train.stage_config import StageConfig
+from saccade.train.thin_model import place
 
 TIED = "language.embed_tokens.weight"
 """The parameter that a tied head shares with the embedding."""
@@ -67,6 +67,13 @@ class PipelineStages:
             return next(stage for stage in range(self.last + 1) if layer in self.layers(stage))
         return self.last if name.startswith(("language.norm.", "head.")) else 0
 
+    def stage_of_phase(self, phase: str) -> int:
+        """The stage that runs a phase of a step, see `dry_run.py`."""
+        at = place(phase)
+        if at is not None and at[1] == "language.layers":
+            return next(stage for stage in range(self.last + 1) if at[2] in self.layers(stage))
+        return self.last if phase == "the loss" else 0
+
     def rank_of(self, name: str) -> int:
         """The rank that has a parameter."""
         return self.stage_of(name) % self.num_ranks
@@ -77,8 +84,11 @@ class PipelineStages:
         return f"{self.last + 1} stages with {', '.join(map(str, sizes))} layers{shares}"
 
 
-def pipeline_stages(model: VLM, stage: StageConfig, parallel: ParallelConfig, num_ranks: int) -> PipelineStages:
-    """Split a model on the meta device, prepared for training, over the ranks of a pipeline."""
+def pipeline_stages(model: VLM, size: MicroBatchSize, parallel: ParallelConfig, num_ranks: int) -> PipelineStages:
+    """Split a model on the meta device, prepared for training, over the ranks of a pipeline.
+
+    `size`: a full micro-batch.
+    """
     num_layers, num_stages = model.config.language.num_layers, num_ranks * parallel.num_chunks
     if num_layers < num_stages - 2:
         raise ConfigError(
@@ -89,7 +99,7 @@ def pipeline_stages(model: VLM, stage: StageConfig, parallel: ParallelConfig, nu
     if (given := parallel.pipeline_layers) is not None:
         bounds = _given_bounds(given, num_layers, num_stages)
         return PipelineStages(bounds, num_ranks, model.config.tied_head, features)
-    first, layer, last = _costs(model, stage, parallel)
+    first, layer, last = _costs(model, size, parallel)
     bounds = split_layers(first, [layer] * num_layers, last, num_stages)
     costs = [layer * (stop - start) for start, stop in pairwise(bounds)]
     costs[0] += first
@@ -110,10 +120,10 @@ def _given_bounds(layers: tuple[int, ...], num_layers: int, num_stages: int) -> 
     return tuple(sum(layers[:stage]) for stage in range(num_stages + 1))
 
 
-def _costs(model: VLM, stage: StageConfig, parallel: ParallelConfig) -> tuple[float, float, float]:
+def _costs(model: VLM, size: MicroBatchSize, parallel: ParallelConfig) -> tuple[float, float, float]:
     """FLOPs of a full micro-batch: tower and projector, a decoder layer, the head."""
-    grids = image_grids(model, stage.data.max_patches)
-    forward = forward_flops(model.config, [stage.data.max_seq_len], grids)
+    grids = image_grids(model, size.patches)
+    forward = forward_flops(model.config, [size.tokens], grids)
     total = training_flops(forward, trained_parts(model), tied_head=model.config.tied_head)
     vision = total.vision + _AGAIN[parallel.recompute_vision] * forward.vision
     language = total.language + _AGAIN[parallel.recompute_language] * forward.language

@@ -10,7 +10,7 @@ collectives return at once. What is recorded is what rank 0 would execute for on
     Collective    a collective, its ranks, and its bytes
     Wait          computation waits for the oldest collective of FSDP that it has not waited for
 
-Decoder layers are alike, so only a few are run, and the record of one is repeated (`is_whole` runs all of them).
+Layers of one kind are alike, so one of each is run and its record repeated (`thin_model.py`; `is_whole` runs all).
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ from saccade.train.parallelize import data_mesh, prepare_model, recompute, shard
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.stage_config import LoraConfig
 from saccade.train.tensor_parallel import TensorShards, divide_model
+from saccade.train.thin_model import ThinModel
 from saccade.world import World
-
-FIRST_LAYERS, LAST_LAYERS = 4, 2
-"""Decoder layers that are run: some families give image features to the first ones. The fourth is repeated."""
-_REPEATED = FIRST_LAYERS - 1
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 _KINDS: dict[str, CollectiveKind] = {
@@ -158,13 +155,13 @@ def record_step(
     settings: StepSettings, dims: ParallelDims, shape: SequenceShape, *, is_whole: bool = False
 ) -> list[Operation]:
     """The operations of rank 0 for one micro-batch, and of the gradient norm. Pipeline parallelism is not run."""
-    num_layers = settings.config.language.num_layers
-    num_more = 0 if is_whole else max(0, num_layers - FIRST_LAYERS - LAST_LAYERS)
-    language = replace(settings.config.language, num_layers=num_layers - num_more)
-    thin = replace(settings, config=replace(settings.config, language=language))
+    thin = ThinModel.of(settings.config)
+    chosen = settings if is_whole else replace(settings, config=thin.config)
     with _fake_world(replace(dims, pipeline=1)) as world, torch.autograd.set_multithreading_enabled(False):
-        operations = record_in(world, thin, shape)
-    return _repeat_layers(operations, num_more) if num_more else operations
+        operations = record_in(world, chosen, shape)
+    if is_whole:
+        return operations
+    return thin.repeated(operations, lambda one: one.phase, lambda one, phase: one._replace(phase=phase))
 
 
 @contextlib.contextmanager
@@ -231,6 +228,17 @@ def record_in(
         for hook in hooks:
             hook.remove()
     return recorder.operations
+
+
+def combined_operations(vision: Sequence[Operation], language: Sequence[Operation]) -> list[Operation]:
+    """A step with the vision tower of one record and all others of another: they are checkpointed differently."""
+    of_tower: dict[str, list[Operation]] = {}
+    for one in vision:
+        of_tower.setdefault(one.phase, []).append(one)
+    found: list[Operation] = []
+    for phase, group in groupby(language, key=lambda one: one.phase):
+        found += of_tower[phase] if " of vision." in phase else group
+    return found
 
 
 def _names_of_groups(world: World) -> dict[str, tuple[Axis, ...]]:
@@ -336,6 +344,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if operation is torch.ops.prim.device.default:
+            return operation(*args)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches the operations of its local tensors
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -380,25 +390,3 @@ def _group_name(value: Any) -> str | None:
 def _num_bytes(tensors: Any) -> int:
     """Bytes of tensors, each counted once."""
     return sum({id(x): x.nbytes for x in tensors if isinstance(x, Tensor)}.values())
-
-
-# ------------------------------------------------------------------ layers that are alike
-
-
-def _repeat_layers(operations: Sequence[Operation], num_more: int) -> list[Operation]:
-    """The record with `num_more` copies of the fourth decoder layer, forward and backward."""
-    found: list[Operation] = []
-    for phase, group in groupby(operations, key=lambda operation: operation.phase):
-        run = list(group)
-        direction, _, layer = phase.partition(" of language.layers.")
-        if not layer:
-            found += run
-            continue
-        numbers = range(int(layer), int(layer) + 1)
-        if int(layer) == _REPEATED:
-            numbers = range(_REPEATED, _REPEATED + num_more + 1)
-        elif int(layer) > _REPEATED:
-            numbers = range(int(layer) + num_more, int(layer) + num_more + 1)
-        for number in numbers if direction == "forward" else reversed(numbers):
-            found += [one._replace(phase=f"{direction} of language.layers.{number}") for one in run]
-    return found

@@ -20,6 +20,7 @@ from saccade.plan.ragged import draw_sequences, slowest_rank
 from saccade.plan.stages import stage_operations
 from saccade.plan.timeline import simulate
 from saccade.train.parallel_config import ParallelConfig
+from saccade.train.pipeline_stages import PipelineStages
 from saccade.train.recorded_step import Collective, Kernel, StepSettings, Wait, record_step
 
 TINY = named_size("tiny")
@@ -117,11 +118,11 @@ def test_attention_of_longer_segments_is_faster():
     assert Segments([], False).pairs == 0
 
 
-def test_stages_of_a_pipeline_are_cut_by_cost():
+def test_operations_are_cut_into_the_stages_of_a_run():
     phases = ["forward of vision.blocks.0", *(f"forward of language.layers.{n}" for n in range(8)), "the loss"]
     costs = [3, *[1] * 8, 1]
     operations = [Kernel(phase, "mm", cost) for phase, cost in zip(phases, costs, strict=True)]
-    stages = stage_operations(operations, 4, lambda one: one.num_bytes)
+    stages = stage_operations(operations, PipelineStages((0, 0, 3, 6, 8), 4, is_head_tied=False))
     assert [sum(one.num_bytes for one in stage) for stage in stages] == [3, 3, 3, 3]
     assert [one for stage in stages for one in stage] == operations
 

@@ -15,6 +15,7 @@ from saccade.errors import ConfigError
 from saccade.model.families import named_size
 from saccade.model.initialize import initialize_random
 from saccade.model.vlm import VLM
+from saccade.train.dry_run import MicroBatchSize
 from saccade.train.parallel_config import ParallelConfig
 from saccade.train.pipeline import check_pipeline
 from saccade.train.pipeline_schedule import Pass, plan_schedule, split_layers
@@ -171,7 +172,8 @@ def test_settings_that_a_pipeline_does_not_have_are_refused(settings, parallel, 
 def stages_of(stage, **parallel):
     with torch.device("meta"):
         model = VLM(deep("tiny"))
-    return pipeline_stages(model, stage, ParallelConfig(pipeline=4, **parallel), 4)
+    size = MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
+    return pipeline_stages(model, size, ParallelConfig(pipeline=4, **parallel), 4)
 
 
 @pytest.fixture

@@ -4,25 +4,72 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from train.recorded_ranks import CONFIG, LAYOUTS, SHAPE, collectives, settings
 from train.running import run_together
 from train.test_collectives import formula
 
+from saccade.kernels import rope
+from saccade.model.families import named_size
 from saccade.parallel_dims import ParallelDims
-from saccade.train.recorded_step import Attention, record_step
+from saccade.plan.ragged import draw_sequences, typical
+from saccade.train.recorded_step import combined_operations, record_step
+
+FAMILIES = ["tiny", "qwen3_vl/tiny", "llava_next/tiny"]
+"""Windows; image features of several blocks and layers; tiles, and a block that never runs."""
+
+
+def deep(size):
+    """A tiny model with layers that repeat, and the settings of its step."""
+    config = named_size(size)
+    vision, deep = config.vision, {"num_layers": 12}
+    if vision.full_attention_layers:
+        deep["full_attention_layers"] = (3, 7, 11)
+    if vision.feature_layers:
+        deep["feature_layers"] = (3, 5)
+    if vision.selected_layers:
+        deep["selected_layers"] = (11,)
+    return replace(config, vision=replace(vision, **deep), language=replace(config.language, num_layers=9))
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_a_layer_that_is_repeated_has_the_operations_of_all_layers(recompute):
-    dims, chosen = ParallelDims(shard=2, tensor=2), settings(recompute_language=recompute)
-    whole, repeated = (record_step(chosen, dims, SHAPE, is_whole=is_whole) for is_whole in (True, False))
+@pytest.mark.parametrize("size", FAMILIES)
+def test_a_layer_that_is_repeated_has_the_operations_of_all_layers(recompute, size):
+    config, dims = deep(size), ParallelDims(shard=2, tensor=2)
+    shape = typical(draw_sequences(config, seq_len=2048)).shape
+    chosen = settings(config, recompute_language=recompute, recompute_vision=recompute)
+    whole, repeated = (
+        without_update(record_step(chosen, dims, shape, is_whole=is_whole)) for is_whole in (True, False)
+    )
+    assert repeated == whole
+    assert len({one.phase for one in whole if "language.layers" in one.phase}) == 2 * 9
 
-    def of_layers(operations):
-        return [one for one in operations if ".layers." in one.phase or one.phase == "the loss"]
 
-    assert of_layers(repeated) == of_layers(whole)
-    assert len({one.phase for one in of_layers(whole)}) == 2 * 9 + 1
-    assert sum(isinstance(one, Attention) for one in of_layers(whole)) == 9 * (2 if recompute == "none" else 3)
+def test_a_step_is_composed_of_the_tower_of_one_and_the_decoder_of_another():
+    def step(vision, language):
+        return without_update(
+            record_step(
+                settings(recompute_vision=vision, recompute_language=language), ParallelDims(shard=2, context=2), SHAPE
+            )
+        )
+
+    assert combined_operations(step("full", "full"), step("none", "none")) == step("full", "none")
+
+
+def without_update(operations):
+    return [one for one in operations if one.phase != "the update"]
+
+
+def test_nothing_that_is_recorded_stays_in_a_cache():
+    """A fake tensor in a cache would make every later result fake."""
+    language = CONFIG.language
+    rope._cached_frequencies.cache_clear()
+    record_step(settings(), ParallelDims(shard=2), SHAPE)
+    kept, _ = rope.frequencies(
+        language.rope_sections, language.rope_theta, torch.device("cpu"), language.rope_interleaved
+    )
+    assert type(kept) is torch.Tensor
+    assert len(kept[kept > 0]) == len(kept)
 
 
 @pytest.mark.parametrize(
