@@ -1,5 +1,6 @@
 """Files users look for in a repository agree with each other."""
 
+import os
 import re
 import subprocess
 import sys
@@ -70,22 +71,31 @@ def test_the_layers_in_the_guide_are_those_of_the_contract():
     assert [set(line) for line in documented] == [set(re.findall(r"\w+", layer)) for layer in contract["layers"]]
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/engine.md", "docs/kernels.md"])
-def test_files_that_the_documents_name_exist(document):
-    paths = [path for path in ROOT.rglob("*.*") if not path.is_relative_to(ROOT / ".venv")]
-    files = {"/".join(path.parts[-number:]) for path in paths for number in range(1, len(path.parts))}
-    named = set(re.findall(r"`([\w./*-]+\.(?:py|md|toml))`", (ROOT / document).read_text()))
-    assert {name for name in named if not re.search(r"\*|NAME|FAMILY|recipe", name)} <= files
+def files_below(folder):
+    """Paths of files, without those of environments and caches."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not re.match(r"\.(?!github)|node_modules|site$|quickstart$", name)]
+        yield from (Path(parent, file) for file in files)
+
+
+def test_files_that_the_documents_name_exist():
+    parts = [path.relative_to(ROOT).parts for path in files_below(ROOT)]
+    files = {"/".join(part[-number:]) for part in parts for number in range(1, len(part) + 1)}
+    for document in ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/engine.md", "docs/kernels.md"):
+        named = set(re.findall(r"`([\w./*-]+\.(?:py|md|toml))`", (ROOT / document).read_text()))
+        assert {name for name in named if not re.search(r"\*|NAME|FAMILY|recipe", name)} <= files, document
 
 
 def test_functions_that_the_overview_names_exist():
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "saccade").rglob("*.py")))
+    classes = set(re.findall(r"^class (\w+)", sources, re.M))
+    defined = set(re.findall(r"\b(?:class|def) (\w+)", sources))
+    defined |= set(re.findall(r"^(\w+)\b.*=", sources, re.M)) | set(re.findall(r"^    (\w+): ", sources, re.M))
     named = set(re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", (ROOT / "ARCHITECTURE.md").read_text().split("## Packages")[0]))
     for name in named:
         holder, _, attribute = name.rpartition(".")
-        is_defined = re.search(rf"(^|\s)(class|def) {attribute}\b|^{attribute}\b.*=|^    {attribute}: ", sources, re.M)
-        assert is_defined or (ROOT / "saccade" / name).is_dir(), f"{name} is not in the package"
-        assert not holder or re.search(rf"^class {holder}\b", sources, re.M), f"{name}: no class {holder}"
+        assert attribute in defined or (ROOT / "saccade" / name).is_dir(), f"{name} is not in the package"
+        assert not holder or holder in classes, f"{name}: no class {holder}"
 
 
 def test_every_extra_is_on_the_page_about_installing():
