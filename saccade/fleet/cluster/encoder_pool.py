@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -58,7 +57,7 @@ class EncoderPool:
         self._patch_s = (version.costs or H200_8B).patch_s
         self._ids = itertools.count()
         self._in_progress: dict[bytes, asyncio.Task[EncodedImage]] = {}
-        self._sent: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._sent: dict[str, dict[str, float]] = {}
         """Requests in progress by replica, and when they were sent."""
         self.num_patches = self.num_late_patches = 0
         """Patches of images that the pool has encoded, and of those that it was asked for and did not have in time."""
@@ -67,10 +66,10 @@ class EncoderPool:
         """Follow which replicas run."""
         for name in self._names - names:
             self._router.remove(name)
-            self._sent.pop(name, None)
+            del self._sent[name]
         cached = self._version.engine.encoder_cache_tokens * _PATCHES_PER_TOKEN
         for name in names - self._names:
-            costs = _costs(self._patch_s)
+            costs, self._sent[name] = _costs(self._patch_s), {}
             self._router.add(
                 Replica(name=name, version=self._version.name, costs=costs, cached_patches=cached, cached_tokens=0)
             )
@@ -134,13 +133,14 @@ class EncoderPool:
         choice = self._router.choose(request, self._clock())
         if choice is None:
             raise ConnectionError("no encoder replica is ready")
+        sent = self._sent[choice.replica]
+        sent[request.id] = self._clock()
         try:
-            self._sent[choice.replica][request.id] = self._clock()
             load, image = await self._calls.encode(choice.replica, message, media)
             self._note_load(choice.replica, load)
             return decode_image(image)
         finally:
-            self._sent[choice.replica].pop(request.id, None)
+            del sent[request.id]
             self._router.finish(request.id)
 
     def _note_load(self, name: str, message: bytes) -> None:
