@@ -32,6 +32,7 @@ from saccade.kernels.launch import is_differentiable
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.small_linear import norm_gated_linear, norm_linear, norm_linear_into, small_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
+from saccade.model.deferred_gradients import can_defer, deferred_linear
 from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.shard import Shard
 
@@ -250,6 +251,8 @@ class Linear(Projection):
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
+        if can_defer(self.weight):
+            return deferred_linear(x, self.weight, self.bias)
         if is_differentiable() or x.dim() != 2:
             return F.linear(x, self.weight, self.bias)
         return small_linear(x, self.weight, self.bias)
@@ -279,8 +282,8 @@ class Linear(Projection):
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
         """See `Projection`."""
         if torch.is_grad_enabled():
-            if saves_activation:
-                return F.linear(swiglu(gate, up), self.weight, self.bias)
+            if saves_activation or can_defer(self.weight):
+                return Linear.linear(self, swiglu(gate, up))
             return swiglu_linear(gate, up, self.weight, self.bias)
         return self.linear(swiglu(gate, up))
 

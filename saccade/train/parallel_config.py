@@ -28,8 +28,9 @@ class ParallelConfig:
     """Ranks that divide the matrices of every layer: neighbours, best on one node."""
     pipeline: int | Literal["rest"] = 1
     """Ranks that divide the layers; each step needs several micro-batches."""
-    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """Order of the passes. interleaved: every rank has several chunks of layers and waits less, for more messages."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of the passes. interleaved: every rank has several chunks of layers and waits less, for more messages.
+    zero-bubble: gradients of weights are computed while a rank would wait; not with fsdp, recompute or compile."""
     pipeline_chunks: int = 2
     """interleaved: chunks of layers of a rank."""
     pipeline_layers: tuple[int, ...] | None = None
@@ -118,6 +119,11 @@ class ParallelConfig:
     def num_chunks(self) -> int:
         """Stages of a pipeline that each of its ranks has."""
         return self.pipeline_chunks if self.pipeline_schedule == "interleaved" else 1
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether a pipeline computes gradients of weights after those of activations."""
+        return self.pipeline_schedule == "zero-bubble"
 
     @property
     def sizes(self) -> dict[Axis, Size]:

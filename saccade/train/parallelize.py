@@ -219,7 +219,7 @@ def _stages_of_rank(
     tensor: TensorShards | None,
 ) -> PipelineModule:
     """What a rank of a pipeline runs; the layers of other ranks are removed from the model."""
-    check_pipeline(stage, config)
+    check_pipeline(stage, config, is_sharded=config.strategy_of(world.dims) in ("fsdp", "hsdp"))
     size = MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
     stages = pipeline_stages(model, size, config, world.dims.pipeline)
     logger.info("pipeline: %s", stages)

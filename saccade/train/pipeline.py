@@ -9,6 +9,7 @@ what it sends.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from saccade.errors import ConfigError
+from saccade.model.deferred_gradients import DeferredGradients, deferrable, deferred
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import LOSS
 from saccade.train.batches import MicroBatch
@@ -24,7 +26,7 @@ from saccade.train.dtensor import local_tensor
 from saccade.train.parallel_config import ParallelConfig
 from saccade.train.pipeline_link import Arriving
 from saccade.train.pipeline_module import PipelineModule
-from saccade.train.pipeline_schedule import Pass, plan_schedule
+from saccade.train.pipeline_schedule import Pass
 from saccade.train.pipeline_stages import TIED, PipelineStages
 from saccade.train.stage_config import StageConfig
 from saccade.train.tensor_parallel import TensorShards
@@ -34,8 +36,8 @@ _BUCKET_ELEMENTS = 32 * 2**20
 """Elements of gradients that are averaged by one all-reduce."""
 
 
-def check_pipeline(stage: StageConfig, config: ParallelConfig) -> None:
-    """Refuse settings that a pipeline cannot be combined with."""
+def check_pipeline(stage: StageConfig, config: ParallelConfig, *, is_sharded: bool) -> None:
+    """Refuse settings that a pipeline cannot be combined with. `is_sharded`: FSDP divides the layers of a rank."""
     objective = stage.objective
     if objective.dpo is not None or (objective.distillation is not None and objective.distillation.top_k is None):
         name = "dpo" if objective.dpo is not None else "distillation"
@@ -45,6 +47,21 @@ def check_pipeline(stage: StageConfig, config: ParallelConfig) -> None:
         )
     if config.compress_gradients != "none" and config.is_ddp:
         raise ConfigError("compress_gradients is for DDP or FSDP, and a pipeline averages gradients itself. Remove it")
+    if config.defers_weights and (unfit := _unfit_for_deferring(config, is_sharded=is_sharded)):
+        raise ConfigError(
+            f"pipeline_schedule = 'zero-bubble' computes gradients of weights later, and {unfit}. Use 'interleaved', "
+            "or strategy = 'ddp' without compile and recompute"
+        )
+
+
+def _unfit_for_deferring(config: ParallelConfig, *, is_sharded: bool) -> str:
+    """Why gradients of weights cannot be computed later; empty if they can."""
+    if is_sharded:
+        return "fsdp reduces the gradients of a block at once"
+    if config.compile:
+        return "compile generates code that computes them at once"
+    is_recomputed = {config.recompute_vision, config.recompute_language} != {"none"}
+    return "keeps the activations that recompute frees" if is_recomputed else ""
 
 
 @dataclass
@@ -95,7 +112,8 @@ class Pipeline:
         `count`: what losses are divided by.
         """
         step = _Step(self, self._module, batches, num_micro_batches, count, num_sums)
-        step.run()
+        with deferrable() if self.stages.defers_weights else nullcontext():
+            step.run()
         self._links.finish()
         if self._averages:
             self._average_gradients()
@@ -213,9 +231,8 @@ class _Step:
         self._pipeline, self._module, self._links = pipeline, module, module.links
         self._batches, self._num_micro_batches, self._count = batches, num_micro_batches, count
         self._stages = module.stages
-        self._passes: Sequence[Pass] = plan_schedule(
-            self._stages.num_ranks, self._stages.num_chunks, num_micro_batches
-        ).passes[self._links.rank]
+        self._passes: Sequence[Pass] = self._stages.schedule(num_micro_batches).passes[self._links.rank]
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._fetched: dict[int, MicroBatch] = {}
         self._num_fetched = 0
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
@@ -228,13 +245,16 @@ class _Step:
     def run(self) -> None:
         """Run all passes; each is expecting its message while the pass before it runs."""
         for number, one in enumerate(self._passes):
+            if one.is_of_weights:
+                self._deferred.pop((one.chunk, one.micro_batch)).compute()
+                continue
             for expected in self._passes[number : number + 2]:
                 self._expect(expected)
             (self._forward if one.is_forward else self._backward)(one)
 
     def _expect(self, one: Pass) -> None:
         """Start to receive what a pass needs."""
-        if one in self._arriving:
+        if one in self._arriving or one.is_of_weights:
             return
         stage, found = self._module.stage_of_chunk(one.chunk), None
         if one.is_forward:
@@ -274,15 +294,17 @@ class _Step:
 
     def _backward(self, one: Pass) -> None:
         stage, arriving = self._module.stage_of_chunk(one.chunk), self._arriving.pop(one)
-        held = self._held.pop((one.chunk, one.micro_batch))
+        held = self._held.pop(key := (one.chunk, one.micro_batch))
         gradient = None if arriving is None else arriving.wait()
         if not held.output.requires_grad:
+            self._deferred[key] = DeferredGradients()
             return
         self._pipeline.sync_gradients(
             one, is_last=one == self._passes[-1], is_last_of_chunk=one.micro_batch == self._num_micro_batches - 1
         )
         self._module.start_backward(held.num_tokens)
-        torch.autograd.backward(held.output, gradient)
+        with deferred() as self._deferred[key]:
+            torch.autograd.backward(held.output, gradient)
         if held.received is not None and held.received.requires_grad:
             assert held.received.grad is not None, "a stage uses the rows that it is given"
             self._links.send(stage, held.received.grad, is_forward=False)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from saccade.model.live_bytes import Bytes, Phase, Phases, plus
-from saccade.train.pipeline_schedule import plan_schedule
 from saccade.train.pipeline_stages import PipelineStages
 
 ROWS = "activations of the decoder: rows between stages"
@@ -29,11 +28,14 @@ def rank_phases(step: Phases, stages: PipelineStages, rank: int, num_micro_batch
     buffers = _BUFFERS * max(rows[stage] for stage in (*own, own[-1] + 1) if stage < len(rows))
     found = [Phase("messages", change={ROWS: buffers}, peak={ROWS: buffers})]
     in_flight: dict[tuple[int, int], Bytes] = {}
-    passes = plan_schedule(stages.num_ranks, stages.num_chunks, num_micro_batches).passes[rank]
+    deferred: dict[tuple[int, int], Bytes] = {}
+    passes = stages.schedule(num_micro_batches).passes[rank]
     first_backward = next(number for number, one in enumerate(passes) if not one.is_forward)
     for one in passes[: first_backward + 4 * stages.num_ranks * stages.num_chunks]:
         key = one.chunk, one.micro_batch
-        if one.is_forward:
+        if one.is_of_weights:
+            ran = [_freed(deferred.pop(key))]
+        elif one.is_forward:
             given = {ROWS: rows[own[one.chunk]]}
             ran = [Phase("rows received", change=given, peak=given), *forward[one.chunk]]
             in_flight[key] = _change(ran)
@@ -41,9 +43,12 @@ def rank_phases(step: Phases, stages: PipelineStages, rank: int, num_micro_batch
             ran = backward[one.chunk]
             if num_micro_batches > 1:  # gradients are added to those of earlier micro-batches
                 ran = [*ran, _freed(plus(in_flight[key], _change(ran)))]
-            del in_flight[key]
+            held = in_flight.pop(key)
+            if stages.defers_weights:  # operands of the gradients of weights, about what the forward pass saved
+                deferred[key] = held
+                ran = [*ran, Phase("gradients deferred", change=held, peak=held)]
         found += ran
-    found += [_freed(held) for held in in_flight.values()]
+    found += [_freed(held) for held in (*in_flight.values(), *deferred.values())]
     return [*found, *(phase for phase in step if phase.name == "the update")]
 
 

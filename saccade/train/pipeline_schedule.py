@@ -8,6 +8,13 @@ it is interleaved 1F1B: a bubble shorter by that factor, for more messages. 4 ra
     rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
     rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
+With zero-bubble, backward passes (B) compute gradients of activations alone, which the stage before waits for. A rank
+computes the gradients of weights (W) when it has nothing else to do, or would hold activations of more micro-batches
+than the first rank does in 1F1B. 4 ranks, 5 micro-batches:
+
+    rank 0   F0 F1 F2 F3 B0 W0 F4 B1 W1 B2 W2 B3 W3 B4 W4
+    rank 3   F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4
+
 With chunks, micro-batches go through them in rounds of about `num_ranks`; any number of micro-batches is divided into
 equal rounds. All ranks do forward passes in one order and backward passes in one order, so messages between two ranks
 arrive in the order in which they are expected.
@@ -16,12 +23,14 @@ arrive in the order in which they are expected.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 FORWARD_TIME, BACKWARD_TIME = 1, 2
+"""The gradients of activations and of weights take equally long: half of a backward pass."""
 
 
 class Pass(NamedTuple):
@@ -30,6 +39,8 @@ class Pass(NamedTuple):
     is_forward: bool
     chunk: int
     micro_batch: int
+    is_of_weights: bool = False
+    """Whether it is the second half of a backward pass: the gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +55,17 @@ class Schedule:
     @property
     def bubble(self) -> float:
         """Share of the time in which a rank waits, if all stages take equally long."""
-        busy = sum(FORWARD_TIME if one.is_forward else BACKWARD_TIME for passes in self.passes for one in passes)
+        num_forward = sum(one.is_forward for passes in self.passes for one in passes)
+        busy = num_forward * (FORWARD_TIME + BACKWARD_TIME)
         return 1.0 - busy / (len(self.passes) * self.duration)
 
 
 @functools.lru_cache(maxsize=64)
-def plan_schedule(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Schedule:
-    """The passes of a step, for any number of micro-batches; the same on every rank."""
+def plan_schedule(num_ranks: int, num_chunks: int, num_micro_batches: int, *, defers_weights: bool = False) -> Schedule:
+    """The passes of a step, for any number of micro-batches; the same on every rank.
+
+    `defers_weights`: zero-bubble, with one chunk per rank.
+    """
     rounds = _rounds(num_ranks, num_micro_batches)
     chunks = range(num_chunks)
     forwards = [Pass(True, chunk, one) for batches in rounds for chunk in chunks for one in batches]
@@ -64,7 +79,60 @@ def plan_schedule(num_ranks: int, num_chunks: int, num_micro_batches: int) -> Sc
         pairs = zip(forwards[warmup:], backwards, strict=False)
         steady = [one for pair in pairs for one in pair]
         passes.append((*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]))
+    if defers_weights:
+        assert num_chunks == 1, "zero-bubble has one chunk per rank"
+        return _with_weights(passes)
     return Schedule(tuple(passes), _duration(passes))
+
+
+def _with_weights(passes: Sequence[Sequence[Pass]]) -> Schedule:
+    """Divide the backward passes of a schedule in two, and place the second halves. All passes take equally long."""
+    ranks = [_RankWithWeights(rank, len(passes), of_rank) for rank, of_rank in enumerate(passes)]
+    ended: set[tuple[Pass, int]] = set()
+    duration = 0
+    while any(not rank.is_done for rank in ranks):
+        started = [(one, rank.number) for rank in ranks if (one := rank.next(ended)) is not None]
+        assert started, "no rank waits for a pass that waits for it"
+        ended |= set(started)
+        duration += 1
+    return Schedule(tuple(tuple(rank.order) for rank in ranks), duration)
+
+
+class _RankWithWeights:
+    """A rank while `_with_weights` places its passes."""
+
+    def __init__(self, number: int, num_ranks: int, passes: Sequence[Pass]) -> None:
+        self.number, self._num_ranks, self._passes = number, num_ranks, passes
+        self.order: list[Pass] = []
+        self._num_done = self._num_held = 0
+        self._pending: deque[Pass] = deque()
+        """Second halves of the backward passes that were done, oldest first."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all passes are placed."""
+        return self._num_done == len(self._passes) and not self._pending
+
+    def next(self, ended: Set[tuple[Pass, int]]) -> Pass | None:
+        """Place the pass that begins now, given the passes of all ranks that have ended. None: it has to wait."""
+        one = self._passes[self._num_done] if self._num_done < len(self._passes) else None
+        is_full = one is not None and one.is_forward and self._num_held >= self._num_ranks and len(self._pending) > 0
+        if one is None or is_full or not self._is_ready(one, ended):
+            if not self._pending:
+                return None
+            self._num_held -= 1
+            one = self._pending.popleft()
+        else:
+            self._num_done += 1
+            self._num_held += one.is_forward
+            if not one.is_forward:
+                self._pending.append(one._replace(is_of_weights=True))
+        self.order.append(one)
+        return one
+
+    def _is_ready(self, one: Pass, ended: Set[tuple[Pass, int]]) -> bool:
+        before = self.number - 1 if one.is_forward else self.number + 1
+        return not 0 <= before < self._num_ranks or (one, before) in ended
 
 
 def _rounds(num_ranks: int, num_micro_batches: int) -> list[range]:

@@ -20,7 +20,7 @@ from saccade.model.vlm import VLM
 from saccade.train.dry_run import MicroBatchSize, image_grids
 from saccade.train.flops import forward_flops, trained_parts, training_flops
 from saccade.train.parallel_config import ParallelConfig, Recompute
-from saccade.train.pipeline_schedule import split_layers
+from saccade.train.pipeline_schedule import Schedule, plan_schedule, split_layers
 from saccade.train.thin_model import place
 
 TIED = "language.embed_tokens.weight"
@@ -41,6 +41,8 @@ class PipelineStages:
     """First layers that image features are added to."""
     costs: tuple[float, ...] = ()
     """Counted cost of each stage as a share of all; empty if the layers were given."""
+    defers_weights: bool = False
+    """Whether gradients of weights are computed after those of activations: the schedule is zero-bubble."""
 
     @property
     def last(self) -> int:
@@ -51,6 +53,10 @@ class PipelineStages:
     def num_chunks(self) -> int:
         """Stages of a rank."""
         return (self.last + 1) // self.num_ranks
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The passes of a step."""
+        return plan_schedule(self.num_ranks, self.num_chunks, num_micro_batches, defers_weights=self.defers_weights)
 
     def layers(self, stage: int) -> range:
         """Decoder layers of a stage."""
@@ -98,14 +104,14 @@ def pipeline_stages(model: VLM, size: MicroBatchSize, parallel: ParallelConfig, 
     features = model.config.vision.feature_sets - 1
     if (given := parallel.pipeline_layers) is not None:
         bounds = _given_bounds(given, num_layers, num_stages)
-        return PipelineStages(bounds, num_ranks, model.config.tied_head, features)
+        return PipelineStages(bounds, num_ranks, model.config.tied_head, features, (), parallel.defers_weights)
     first, layer, last = _costs(model, size, parallel)
     bounds = split_layers(first, [layer] * num_layers, last, num_stages)
     costs = [layer * (stop - start) for start, stop in pairwise(bounds)]
     costs[0] += first
     costs[-1] += last
     shares = tuple(cost / sum(costs) for cost in costs)
-    return PipelineStages(bounds, num_ranks, model.config.tied_head, features, shares)
+    return PipelineStages(bounds, num_ranks, model.config.tied_head, features, shares, parallel.defers_weights)
 
 
 def _given_bounds(layers: tuple[int, ...], num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from model.hugging_face import answer, ask, picture
 from train.running import make_checkpoint
 
 from saccade.model import load_model
+from saccade.model.deferred_gradients import deferrable, deferred
+from saccade.model.linear import Linear
 from saccade.processor import ModelInputs, Processor
 from saccade.train.batches import MicroBatch
 from saccade.train.loss import (
@@ -18,7 +20,7 @@ from saccade.train.loss import (
     next_token_labels,
 )
 from saccade.train.optimizer import build_optimizer
-from saccade.train.parallelize import ParallelModel
+from saccade.train.parallelize import ParallelModel, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.train_state import TrainState
 from saccade.world import World
@@ -60,6 +62,28 @@ def accumulated(folder, rows):
     gradients = {name: p.grad for name, p in train_state.parallel.model.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
     return float(torch.stack(losses).sum()), gradients
+
+
+@pytest.mark.parametrize("extent", ["none", "full"])
+def test_gradients_of_weights_may_be_computed_later(folder, processor, extent):
+    """Two micro-batches: the first gradient is set, the second added."""
+    rows = [row_of(processor(part)) for part in (CONVERSATIONS[:2], CONVERSATIONS[2:])]
+    _, expected = accumulated(folder, rows)
+    trained = ModelWithLoss(load_model(folder, device="cpu"))
+    recompute(trained.model.language.layers, extent)
+    projections = {f"{name}.weight" for name, one in trained.model.named_modules() if isinstance(one, Linear)}
+    count = float(sum(row.num_loss_tokens for row in rows))
+    with deferrable():
+        for row in rows:
+            loss, _ = trained(row.inputs, row.labels, count, row.num_loss_tokens, row.by_source, row.targets)
+            before = {name: p.grad for name, p in trained.model.named_parameters() if name in projections}
+            with deferred() as later:
+                loss.backward()
+            after = dict(trained.model.named_parameters())
+            assert sum(after[name].grad is gradient for name, gradient in before.items()) > 10
+            later.compute()
+    for name, parameter in trained.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
 def test_a_label_is_the_next_token_of_the_same_conversation(processor):
