@@ -255,12 +255,23 @@ def _share_done(folder: Path, stage: str, partitions: int) -> float:
 
 
 def _is_curating(pid: int) -> bool:
-    """Whether a process is a child of a worker of Ray."""
+    """Whether a process is a child of a worker of this cluster, which this process has started."""
+    parent = _parent(pid)
     try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return "ray::" in Path(f"/proc/{parent}/cmdline").read_text()
+        is_of_worker = "ray::" in Path(f"/proc/{parent}/cmdline").read_text()
     except OSError:
         return False
+    while is_of_worker and parent not in (None, os.getpid()):
+        parent = _parent(parent)
+    return is_of_worker and parent is not None
+
+
+def _parent(pid: int | None) -> int | None:
+    try:
+        number = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+    return number or None
 
 
 def _processes() -> list[tuple[int, str]]:
