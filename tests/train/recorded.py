@@ -20,6 +20,8 @@ MODELS = {"qwen2_5_vl": "tiny", "qwen3_vl": "qwen3_vl/tiny", "llava_next": "llav
 LORA = ["stages.0.lora={rank=4, targets=['q_proj', 'v_proj', 'down_proj'], parts=['language']}"]
 STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5"]
 """On two parts of the data, one has three micro-batches and the other two and an empty one."""
+FEW = ["stages.0.steps=4"]
+"""For the layouts of `make test`: all steps run the same code."""
 _TRAINED = ("lora", "qlora", "qat")
 """Settings that a single device trains with too."""
 _BOUNDS = {"qat": {"loss": 2e-2, "update": 0.5}}

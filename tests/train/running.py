@@ -151,6 +151,7 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
 def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int, max_restarts: int = 1) -> str:
     """Run the jobs under the agent of `torchrun --max-restarts=1`, with ranks of the fork server; return their log."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.utils import logging as elastic_logging
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     file, logs = folder / "jobs.json", folder / "logs"
@@ -166,7 +167,9 @@ def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int, max_res
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
     try:
-        elastic_launch(config, ranks.run_under_agent)(str(file))
+        # The agent searches all modules for the names of its loggers: 3 s in a process that has imported all tests.
+        with mock.patch.object(elastic_logging, "_derive_module_name", lambda depth: "torch.distributed.elastic"):
+            elastic_launch(config, ranks.run_under_agent)(str(file))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from closeness import BOUNDS, assert_close
 from train.context_ranks import random_case
-from train.recorded import LORA, MODELS, STEPS, run_cases
+from train.recorded import FEW, LORA, MODELS, STEPS, run_cases
 from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.data.sample import Sample
@@ -57,7 +57,7 @@ OTHERS = [case for case in ((a, b, c) for a in LAYOUTS for b in MODELS for c in 
 
 def test_runs_with_context_ranks_equal_one_device(tmp_path):
     """Text-only sequences, images of several sizes, accumulation, empty micro-batches; in blocks of 16 tokens."""
-    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS)
+    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, steps=[*STEPS, *FEW])
 
 
 @pytest.mark.slow

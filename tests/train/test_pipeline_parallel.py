@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.recorded import LORA, MODELS, norm, run_cases
+from train.recorded import FEW, LORA, MODELS, norm, run_cases
 from train.recorded import STEPS as TEN_STEPS
 from train.running import losses, read_recipe, run_together, write_recipe, write_shards
 
@@ -60,7 +60,7 @@ def deep(size):
 
 def test_runs_with_pipeline_ranks_equal_one_device(tmp_path):
     """Stages with tower, embedding and a tied head; features for several layers; sequences of all sizes."""
-    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, make=deep)
+    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, make=deep, steps=[*TEN_STEPS, *FEW])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 from model import hugging_face
 from safetensors.torch import load_file
-from train.recorded import LORA, MODELS, norm, run_cases
+from train.recorded import FEW, LORA, MODELS, norm, run_cases
 from train.running import losses, make_checkpoint, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.errors import ConfigError
@@ -49,7 +49,7 @@ PAIRS = [
 
 def test_runs_with_tensor_ranks_equal_one_device(tmp_path):
     """Two key/value heads on four ranks; text-only sequences, images of several sizes, empty micro-batches."""
-    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, steps=STEPS)
+    run_cases(tmp_path, CASES, LAYOUTS, SETTINGS, steps=[*STEPS, *FEW])
 
 
 @pytest.mark.slow

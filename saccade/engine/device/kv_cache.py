@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.device import to_device
+from saccade.device import lazy_zeros, to_device
 from saccade.engine.config import KVFormat
 from saccade.model.config import LanguageConfig
 from saccade.model.linear import Projection
@@ -52,8 +52,8 @@ class KVCache:
         """Number of KV slots, one per token. A token written to slot `num_slots` is not stored."""
         shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
         # Zeros, not uninitialized memory: unused slots of a page are read and then masked, and 0 * NaN is NaN.
-        self.entries = torch.zeros(shape, dtype=_FORMATS.get(kv_format, dtype), device=device)
-        self.scales = None if kv_format == "model" else torch.zeros(shape[:-1], dtype=torch.float32, device=device)
+        self.entries = lazy_zeros(shape, _FORMATS.get(kv_format, dtype), device)
+        self.scales = None if kv_format == "model" else lazy_zeros(shape[:-1], torch.float32, device)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, target); no page is both."""
