@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -96,6 +96,19 @@ class LayoutPlan:
         return sum(seconds for part, seconds in self.parts.items() if part not in (COMPUTE, WAITING, BUBBLE, UPDATE))
 
 
+class RaggedPrices(NamedTuple):
+    """Seconds of what differs between packed sequences."""
+
+    patch: float
+    """Of a patch in the tower."""
+    image_pair: float
+    """Of two patches that attend to each other."""
+    pair: float
+    """Of two tokens that attend to each other."""
+    recorded: float
+    """Of all of these in the recorded sequence."""
+
+
 class LayoutPlanner:
     """Plans the layouts of a job on a cluster."""
 
@@ -117,7 +130,7 @@ class LayoutPlanner:
 
     def plan(self) -> list[LayoutPlan]:
         """All layouts: the fastest first, then those that are not possible."""
-        found = [self._plan(dims) for dims in candidates(self.job, self.cluster)]
+        found = [self.plan_layout(dims) for dims in candidates(self.job, self.cluster)]
         possible = sorted((one for one in found if one.is_possible), key=lambda one: one.step_s)
         return [
             *possible[:1],
@@ -127,7 +140,8 @@ class LayoutPlanner:
 
     # -------------------------------------------------------------- one layout
 
-    def _plan(self, dims: ParallelDims) -> LayoutPlan:
+    def plan_layout(self, dims: ParallelDims) -> LayoutPlan:
+        """The plan of one layout."""
         num_data = dims.count("replicate", "shard")
         if num_data > self.job.global_batch_size:
             reason = f"{num_data} data ranks, {self.job.global_batch_size} sequences per step"
@@ -245,25 +259,36 @@ class LayoutPlanner:
         self, operations: Sequence[Operation], seconds_of: Seconds, dims: ParallelDims, micro_batches: int
     ) -> float:
         """Seconds by which the slowest rank of a micro-batch exceeds the recorded one: images and lengths differ."""
+        ranks = dims.context, dims.tensor
+        prices = self._ragged_prices(operations, seconds_of, dims)
+        shares = self._shares_of_sequences(*ranks)
+
+        def seconds(sequence: PackedShape) -> float:
+            of_ranks = shares[id(sequence)] @ np.array([prices.patch, prices.image_pair])
+            return float(of_ranks.max()) + prices.pair * sequence.pairs
+
+        num_data = dims.count("replicate", "shard")
+        slowest = slowest_rank(self.sequences, seconds, num_ranks=num_data, num_micro_batches=micro_batches)
+        return slowest - prices.recorded
+
+    def ragged_prices_of(self, plan: LayoutPlan) -> RaggedPrices:
+        """What images and lengths cost in the step of a plan."""
+        seconds_of = self._seconds(plan.dims.context, plan.dims.tensor)
+        return self._ragged_prices(self._operations(plan.dims, plan.extents), seconds_of, plan.dims)
+
+    def _ragged_prices(self, operations: Sequence[Operation], seconds_of: Seconds, dims: ParallelDims) -> RaggedPrices:
+        """What images and lengths cost in a recorded step."""
         spent = {"tower": 0.0, "images": 0.0, "decoder": 0.0}
         for one in operations:
             is_tower, is_attention = " of vision." in one.phase, isinstance(one, Attention)
             if is_tower or is_attention:
                 part = "decoder" if not is_tower else "images" if is_attention else "tower"
                 spent[part] += seconds_of(one)
-        ranks = dims.context, dims.tensor
-        per_patch, per_image_pair = np.array([spent["tower"], spent["images"]]) / np.maximum(self._shares(*ranks)[0], 1)
-        per_pair = spent["decoder"] / max(self.typical.pairs, 1.0)
-
-        shares = self._shares_of_sequences(*ranks)
-
-        def seconds(sequence: PackedShape) -> float:
-            of_ranks = shares[id(sequence)] @ np.array([per_patch, per_image_pair])
-            return float(of_ranks.max()) + per_pair * sequence.pairs
-
-        num_data = dims.count("replicate", "shard")
-        slowest = slowest_rank(self.sequences, seconds, num_ranks=num_data, num_micro_batches=micro_batches)
-        return slowest - sum(spent.values())
+        num_patches, num_pairs = np.maximum(self._shares(dims.context, dims.tensor)[0], 1)
+        return RaggedPrices(
+            patch=spent["tower"] / num_patches, image_pair=spent["images"] / num_pairs,
+            pair=spent["decoder"] / max(self.typical.pairs, 1.0), recorded=sum(spent.values()),
+        )  # fmt: skip
 
     @cache  # noqa: B019
     def _shares_of_sequences(self, num_context: int, num_tensor: int) -> dict[int, Floats]:

@@ -74,15 +74,18 @@ class PackedShape:
 
 
 def draw_sequences(
-    config: ModelConfig, *, seq_len: int, patches: int | None = None, seed: int = 0
+    config: ModelConfig, *, seq_len: int, patches: int | None = None, image_share: float = _IMAGE_SHARE, seed: int = 0
 ) -> list[PackedShape]:
-    """Packed sequences of up to `seq_len` tokens; `patches`: their mean number of patches, if not the mixture's."""
+    """Packed sequences of up to `seq_len` tokens; `patches`: their mean number of patches, if not the mixture's.
+
+    `image_share`: the share of samples that have images.
+    """
     with torch.device("meta"):
         tower = VLM(config).vision
     rng = np.random.default_rng(seed)
     num_samples = max(_NUM_SAMPLES, _FEWEST_SEQUENCES * seq_len // 500)
     texts = np.exp(rng.normal(np.log(_MEDIAN_TEXT), _TEXT_DEVIATION, num_samples)).astype(int) + 2
-    numbers = np.where(rng.random(num_samples) < _IMAGE_SHARE, rng.integers(1, _MOST_IMAGES + 1, num_samples), 0)
+    numbers = np.where(rng.random(num_samples) < image_share, rng.integers(1, _MOST_IMAGES + 1, num_samples), 0)
     sizes = np.exp(rng.normal(np.log(_MEDIAN_PATCHES), _PATCH_DEVIATION, int(numbers.sum())))
     most = min(_MOST_PATCHES, seq_len * config.vision.patches_per_token // (2 * _MOST_IMAGES))  # samples that fit
 

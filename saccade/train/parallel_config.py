@@ -35,6 +35,8 @@ class ParallelConfig:
     """interleaved: chunks of layers of a rank."""
     pipeline_layers: tuple[int, ...] | None = None
     """Decoder layers of each stage, in order; default: stages of equal counted cost, with tower and head."""
+    balance_images: bool = False
+    """Send images to data and context ranks with less work in the vision tower: for short sequences with few images."""
     reshard_after_forward: bool = True
     """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     reduce_each_micro_batch: bool = True

@@ -65,6 +65,7 @@ from saccade.errors import ConfigError
 from saccade.model.shard import TensorRank
 from saccade.model.vlm import VLM
 from saccade.parallel_dims import LOSS, REPLICAS, SHARDS
+from saccade.train.balanced_images import balance_images
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.gradient_compression import CompressedReduceScatter, compress_gradients
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
@@ -169,6 +170,8 @@ def parallelize(
     whole = model
     if world.dims.pipeline > 1:
         whole = copy.deepcopy(model)
+    if config.balance_images:
+        balance_images(model, world)
     tensor = TensorShards(model, world) if world.dims.tensor > 1 else None
     if tensor is not None:
         tensor.connect(config.recompute_language, is_compiled=config.compile)
@@ -183,7 +186,8 @@ def parallelize(
     module = ModelWithLoss(model, objective)
     if world.dims.pipeline > 1:
         module = _stages_of_rank(model, stage, config, world, objective, DTYPES[dtype], tensor)
-    module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
+    is_trained = _is_trained(model.vision) or _is_trained(model.projector)
+    module.encode_dummy_image = is_sharded or is_trained or config.balance_images
     if config.compile:
         _compile(model)
     has_dropout = stage.lora is not None and stage.lora.dropout > 0.0
