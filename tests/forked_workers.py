@@ -56,6 +56,7 @@ def run_in_workers(session, num_workers):
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
+        assert not groups, "all workers ended before these tests ran"
     finally:
         for worker in workers.values():
             worker.connection.close()  # it ends after its test
@@ -115,6 +116,8 @@ class Worker:
             self.process.join()
             if self.group:
                 self.report_crash()
+            elif self.process.exitcode:
+                self.session.shouldfail = f"a worker ended with exit code {self.process.exitcode} after its tests"
             return False
         hook, config = self.session.config.hook, self.session.config
         match kind:
