@@ -48,7 +48,7 @@ POLICIES: dict[str, AutoscalingConfig] = {
     ),
     "Ray's default": AutoscalingConfig(**BOUNDS),
     "ongoing requests, target 10, 5 s and 60 s": AutoscalingConfig(
-        **BOUNDS, target_ongoing_requests=10, upscale_delay_s=5, downscale_delay_s=60, look_back_period_s=10
+        **BOUNDS, target_ongoing_requests=10, upscale_delay_s=5, downscale_delay_s=60, look_back_period_s=15
     ),
 }
 """The third has Ray's policy react as soon as ours; ten requests are those of a replica that is half loaded."""

@@ -93,7 +93,6 @@ class PacedHost:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        self._paced.catch_up()
         return len(self._on_output)
 
     def missing_media(self, sent: SentRequest) -> list[int]:
