@@ -189,6 +189,28 @@ def test_a_conversation_returns_to_the_replica_that_has_its_longest_prefix():
     assert made.choose(request(2, num_blocks=8, prefix="a"), 20.0).replica == long.replica
 
 
+def test_what_a_replica_has_is_not_counted():
+    made, names = router(4), [f"r{number}" for number in range(4)]
+
+    def only(name, one, now):
+        for other in names:
+            made.set_state(other, "ready" if other == name else "draining")
+        choice = made.choose(one, now)
+        made.finish(one.id)
+        return choice
+
+    only("r0", request(0, num_blocks=8, prefix="a", image=1), 0.0)
+    only("r1", request(1, num_blocks=3, prefix="a", image=1), 0.0)
+    only("r2", request(2, image=1), 0.0)
+    asked = request(3, num_blocks=8, prefix="a", image=1)  # 300 + 1000 + 8 blocks; the image ends in the fourth block
+    cached = {"r0": (4000, 8), "r1": (4000, 3), "r2": (4000, 0), "r3": (0, 0)}
+    for name, (patches, num_blocks) in cached.items():
+        choice = only(name, replace(asked, id=f"q {name}"), 100.0)
+        assert choice.resident_patches == patches
+        work_s = COSTS.work_s(4000 - patches, asked.prompt_tokens - num_blocks * PREFIX_BLOCK)
+        assert choice.first_token_s == pytest.approx(work_s)
+
+
 def test_a_hot_image_becomes_resident_twice_instead_of_filling_one_queue():
     made = router(8)
     counts = Counter(made.choose(request(number, image=1), 0.001 * number).replica for number in range(200))
