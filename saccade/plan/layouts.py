@@ -23,7 +23,7 @@ from saccade.model.vlm import VLM
 from saccade.parallel_dims import ParallelDims
 from saccade.plan.cluster import Cluster, Job, candidates
 from saccade.plan.gpus import Gpu
-from saccade.plan.prices import KernelPrices, LinkPrices, Segments
+from saccade.plan.prices import HOST_S, KernelPrices, LinkPrices, Segments
 from saccade.plan.ragged import Floats, PackedShape, draw_sequences, slowest_rank, typical
 from saccade.plan.stages import stage_operations
 from saccade.plan.timeline import Timeline, simulate
@@ -206,7 +206,7 @@ class LayoutPlanner:
         update = [one for one in operations if one.phase == "the update"]
         num_parameters = self._memory_planner(dims, micro_batches).num_parameters
         own = num_parameters / dims.count("shard", "context", "pipeline")
-        parts[UPDATE] = simulate(update, seconds_of, links.seconds).end + kernels.update_seconds(own)
+        parts[UPDATE] = simulate(update, seconds_of, links.seconds).end + kernels.update_seconds(own) + HOST_S
         step_s, tokens = sum(parts.values()), self._tokens_of_step
         peak = self.cluster.gpu.bf16
         assert peak is not None, "checked by Cluster"
@@ -328,7 +328,7 @@ def lone_step_s(settings: StepSettings, shape: SequenceShape, gpu: Gpu) -> float
         tower=Segments(model.vision.image_lengths(shape.grids), False),
     )
     operations = record_step(settings, ParallelDims(), shape)
-    return sum(map(prices.seconds, operations)) + prices.update_seconds(trained)
+    return sum(map(prices.seconds, operations)) + prices.update_seconds(trained) + HOST_S
 
 
 def _is_between_copies(operation: Operation) -> TypeGuard[Collective]:

@@ -1,4 +1,4 @@
-"""Predicted times of steps next to measured ones: docs/results/training.md, one H200, 3B shape, all parameters.
+"""Predicted times of steps next to measured ones: docs/results/training.md, one H200.
 
 `PRODUCT_SHARE` is calibrated on the first row alone; the others are held out.
 """
@@ -11,6 +11,7 @@ from saccade.plan.gpus import gpu_named
 from saccade.plan.layouts import lone_step_s
 from saccade.train.parallel_config import ParallelConfig
 from saccade.train.recorded_step import SequenceShape, StepSettings
+from saccade.train.stage_config import LoraConfig
 
 CONFIG = named_size("3b")
 MEASURED_MS = {
@@ -21,7 +22,10 @@ MEASURED_MS = {
     ("ragged", "none", "selective"): 916,
     ("ragged", "selective", "selective"): 965,
 }
+"""3B shape, all parameters: workload, activation checkpointing of the tower and of the decoder."""
 CALIBRATED, *HELD_OUT = MEASURED_MS
+LORA_MS = {("3b", "uniform"): 567, ("3b", "ragged"): 517, ("7b", "uniform"): 1005, ("7b", "ragged"): 870}
+"""Adapters of the decoder alone, nothing computed again."""
 
 
 def shapes(workload):
@@ -33,9 +37,9 @@ def shapes(workload):
         yield SequenceShape(lengths=tuple(lengths), grids=grids)
 
 
-def predicted_ms(workload, vision, language):
+def predicted_ms(workload, vision="none", language="none", *, config=CONFIG, lora=None):
     parallel = ParallelConfig(recompute_vision=vision, recompute_language=language)
-    settings = StepSettings(config=CONFIG, parallel=parallel)
+    settings = StepSettings(config=config, parallel=parallel, lora=lora)
     times = [lone_step_s(settings, shape, gpu_named("H200")) for shape in shapes(workload)]
     return 1e3 * sum(times) / len(times)
 
@@ -50,3 +54,10 @@ def test_the_share_of_the_peak_is_that_of_the_calibrated_step():
 )
 def test_held_out_steps_are_predicted_within_5_percent(step):
     assert predicted_ms(*step) == pytest.approx(MEASURED_MS[step], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", LORA_MS, ids="-".join)
+def test_steps_that_train_adapters_are_predicted_within_5_percent(step):
+    size, workload = step
+    assert predicted_ms(workload, config=named_size(size), lora=LoraConfig()) == pytest.approx(LORA_MS[step], rel=0.05)
