@@ -120,10 +120,12 @@ def _carry(job: _Job, partition: int) -> dict[str, int]:
     for here in np.array_split(np.arange(len(better)), -(-len(better) // _CARRIED_AT_ONCE)) if len(better) else ():
         payloads = job.comparison.payloads(partitions, better[here])
         first, last = np.searchsorted(of, [here[0], here[-1] + 1])
-        rows = np.zeros(last - first, _CARRIED)
-        for name in EDGE.names or ():
-            rows[name] = pairs[name][first:last]
-        sender.send(partitions.of_ids(rows["worse"]), rows, [payloads[n - here[0]] for n in of[first:last].tolist()])
+        for begin in range(first, last, _CARRIED_AT_ONCE):
+            part = slice(begin, min(begin + _CARRIED_AT_ONCE, last))
+            rows = np.zeros(part.stop - begin, _CARRIED)
+            for name in EDGE.names or ():
+                rows[name] = pairs[name][part]
+            sender.send(partitions.of_ids(rows["worse"]), rows, [payloads[n - here[0]] for n in of[part].tolist()])
     sender.close()
     return {"pairs": len(pairs)}
 
@@ -146,6 +148,7 @@ def _verify(job: _Job, partition: int) -> dict[str, int]:
         edges.send(np.full(len(found), partition), found)
         reverse.send(partitions.of_ids(found["better"]), found)
         num_edges += len(found)
+        del own, better  # before the next ones are read
     edges.close()
     reverse.close()
     return {"edges": num_edges}
