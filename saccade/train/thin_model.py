@@ -18,8 +18,7 @@ from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 
 _STACKS = ("vision.blocks", "language.layers")
 _ENDS = 2
-
-
+"""Layers at each end whose operations differ from those between them."""
 T = TypeVar("T")
 
 
@@ -43,11 +42,11 @@ class ThinModel:
     def repeated(self, record: Sequence[T], phase_of: Callable[[T], str], renamed: Callable[[T, str], T]) -> list[T]:
         """The record of the whole model, given that of the thin one; its items name their phases."""
         found: list[T] = []
-        for place, runs in _stacks(record, phase_of):
-            if place is None:
+        for key, runs in _stacks(record, phase_of):
+            if key is None:
                 found += runs[0]
                 continue
-            direction, stack = place
+            direction, stack = key
             layers = list(enumerate(self.stands_for[stack]))
             for number, thin in layers if direction == "forward" else reversed(layers):
                 found += [renamed(one, f"{direction} of {stack}.{number}") for one in runs.get(thin, [])]

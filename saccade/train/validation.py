@@ -90,7 +90,8 @@ class HeldOutValidation:
     def __call__(self, model: ModelWithLoss, step: int) -> dict[str, float] | None:
         """loss and accuracy, the same on every rank, and exact_match on the main rank; None if a stop was requested."""
         scores = self._score(model)
-        if isinstance(model, FSDPModule) or self._world.dims.pipeline > 1:
+        dims, is_balanced = self._world.dims, self._config.parallel.balance_images and self._world.num_loss_ranks > 1
+        if isinstance(model, FSDPModule) or dims.pipeline > 1 or dims.tensor > 1 or is_balanced:
             self._skip_generations()
         elif scores is not None and self._world.is_main and self._num_generations:
             scores |= self._generate(model, step)
@@ -142,7 +143,8 @@ class HeldOutValidation:
     def _skip_generations(self) -> None:
         if self._world.is_main and self._num_generations:
             logger.warning(
-                "generation is skipped: the model is sharded. Set validation.num_generations = 0, or use ddp"
+                "generation is skipped: the model is sharded, or its images are (balance_images). Set "
+                "validation.num_generations = 0, or use ddp"
             )
         self._num_generations = 0
 

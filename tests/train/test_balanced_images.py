@@ -1,9 +1,11 @@
 """Images moved between data ranks: equal work, and runs that equal one device."""
 
+import json
 import random
 
 import pytest
 from train.recorded import LORA, run_cases
+from train.running import make_root, run_together, write_recipe
 
 from saccade.train.balanced_images import encoders_of
 
@@ -28,6 +30,23 @@ STEPS = ["stages.0.steps=10", "stages.0.data.global_batch_size=5", "stages.0.dat
 def test_runs_with_balanced_images_equal_one_device(tmp_path):
     """Ranks with text only, images of several sizes, empty micro-batches, image features of several layers, tiles."""
     run_cases(tmp_path, CASES, LAYOUTS, {"full": [], "lora": LORA}, steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUTS["replicate 4"], ["parallel.tensor=4"]], ids=["replicate 4", "tensor 4"])
+def test_a_run_whose_forward_pass_needs_all_ranks_validates_and_skips_generations(layout, tmp_path):
+    root = make_root(tmp_path, text_every=2)
+    recipe = write_recipe(
+        tmp_path / "run.toml", run=tmp_path / "run", checkpoint=root / "checkpoint", shards=root / "shards"
+    )
+    settings = [
+        "stages.0.schedule.warmup_steps=1", "stages.0.steps=2", "stages.0.data.global_batch_size=4",
+        "validation.every=1", f"validation.sources=[{{path='{root / 'shards'}'}}]",
+        "validation.num_samples=6", "validation.num_generations=2",
+    ]  # fmt: skip
+    run_together([{"recipe": str(recipe), "set": [*settings, *layout]}], tmp_path, num_ranks=4, timeout_s=90)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert len([line for line in lines if "validation" in line]) == 2
 
 
 def test_images_move_until_no_move_makes_the_busiest_rank_less_busy():
