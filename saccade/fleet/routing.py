@@ -188,8 +188,7 @@ class Router:
         cost = self._costs(request, wait, saved)
         cost += candidates.penalty
         longest = self.policy.load_bound * float(wait @ candidates.share) + self.policy.load_floor_s
-        if wait[cost.argmin()] > longest:
-            cost[wait > longest] = np.inf
+        np.putmask(cost, wait > longest, np.inf)
         slot, work = self._settle_ties(request, cost, saved)
         replica = self._replicas[slot]
         assert replica is not None, "a removed replica is no candidate"
