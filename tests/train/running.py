@@ -168,7 +168,7 @@ def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int, max_res
     }
     try:
         # The agent searches all modules for the names of its loggers: 3 s in a process that has imported all tests.
-        with mock.patch.object(elastic_logging, "_derive_module_name", lambda depth: "torch.distributed.elastic"):
+        with mock.patch.object(elastic_logging, "_derive_module_name", return_value="torch.distributed.elastic"):
             elastic_launch(config, ranks.run_under_agent)(str(file))
     finally:
         for number, handler in handlers.items():
