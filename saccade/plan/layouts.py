@@ -100,13 +100,13 @@ class RaggedPrices(NamedTuple):
     """Seconds of what differs between packed sequences."""
 
     patch: float
-    """Of a patch in the tower."""
+    """A patch in the tower."""
     image_pair: float
-    """Of two patches that attend to each other."""
+    """Two patches that attend to each other."""
     pair: float
-    """Of two tokens that attend to each other."""
+    """Two tokens that attend to each other."""
     recorded: float
-    """Of all of these in the recorded sequence."""
+    """All of these in the recorded sequence."""
 
 
 class LayoutPlanner:

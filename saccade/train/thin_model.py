@@ -29,7 +29,7 @@ class ThinModel:
     config: ModelConfig
     """The thin model."""
     stands_for: dict[str, tuple[int, ...]]
-    """Of every stack: the layer of the thin model that stands for each layer of the whole one."""
+    """For each layer of a stack, the layer of the thin model that stands for it."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> ThinModel:
